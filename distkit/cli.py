@@ -1,0 +1,232 @@
+"""The command `distkit`: settings, strategies, and the tools around a run.
+
+Nothing heavy is imported here, so that ``--help`` answers at once; torch is not needed to look at settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distkit.commandline import print_json, print_table, run_app
+from distkit.errors import StrategyUnavailable
+
+if TYPE_CHECKING:
+    from distkit.config import LoadedConfig
+    from distkit.config.schema import Key
+
+__all__ = ["main"]
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=_HELP,
+    no_args_is_help=True,
+)
+config_app = typer.Typer(rich_markup_mode=None, context_settings=_HELP, no_args_is_help=True)
+app.add_typer(config_app, name="config", short_help="Settings: merged, and which there are.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def main() -> None:
+    """The console script."""
+    run_app(app, "distkit")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from distkit import __version__
+
+        sys.stdout.write(f"distkit {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def distkit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Look at settings and strategies. Training itself is started by distkit-run.
+
+    \b
+    Examples:
+      distkit strategies
+      distkit config show -c config.yaml --set optim.clip_norm=1
+      distkit config schema > config.yaml
+    """
+
+
+@config_app.callback()
+def config() -> None:
+    """Settings: what they are after merging, and which keys there are.
+
+    \b
+    Examples:
+      distkit config show -c config.yaml -s ddp
+      distkit config schema
+    """
+
+
+@config_app.command(short_help="The merged settings, and where each comes from.")
+def show(
+    file: Annotated[str | None, typer.Option("-c", "--config", metavar="FILE", help="YAML file with settings.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option("-s", "--strategy", metavar="NAME", help="Way of training, as for distkit-run.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; can be given often.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The settings after merging, and where each value comes from.
+
+    What a script gives to distkit.Trainer(...) is not known here; it stands between the defaults and the file.
+
+    \b
+    Examples:
+      distkit config show -c config.yaml
+      distkit config show -c config.yaml -s ddp --set optim.clip_norm=1 --json
+    """
+    loaded = _load(file, strategy, overrides or [])
+    if as_json:
+        from distkit.masking import mask_values
+
+        print_json({"config": mask_values(asdict(loaded.config)), "origins": loaded.origins})
+    else:
+        _print_settings(loaded)
+
+
+@config_app.command(short_help="Every key: default, choices, what it does.")
+def schema(as_json: AsJson = False) -> None:
+    """Every key with its default, type, choices and what it does; the output is a config file as it stands.
+
+    \b
+    Examples:
+      distkit config schema > config.yaml
+      distkit config schema --json
+    """
+    if as_json:
+        from distkit.config.schema import keys
+
+        print_json([_key_record(key) for key in keys()])
+    else:
+        from distkit.config.text import schema_yaml
+
+        sys.stdout.write("# Every setting of distkit with its default. Keep what you change, delete the rest.\n\n")
+        sys.stdout.write(schema_yaml())
+
+
+@app.command(short_help="What each strategy can do, and whether it works here.")
+def strategies(as_json: AsJson = False) -> None:
+    """What each strategy does, what it can do, and whether it can be used here.
+
+    \b
+    Examples:
+      distkit strategies
+      distkit strategies --json
+    """
+    from distkit.strategies.registry import strategy_names
+
+    records = [_strategy_record(name) for name in strategy_names()]
+    if as_json:
+        print_json(records)
+        return
+    head = ("strategy", "what it is", "split over ranks", "precision", "offload", "engine", "best for")
+    print_table(head, map(_strategy_row, records), dim=[not record["installed"] for record in records])
+
+
+def _load(file: str | None, strategy: str | None, overrides: list[str]) -> LoadedConfig:
+    """Merge as distkit-run does, and let the strategy have its say."""
+    import json
+
+    from distkit.config import load_config
+    from distkit.strategies.registry import strategy_class
+
+    chosen = [] if strategy is None else [f"strategy={json.dumps(strategy)}"]
+    loaded = load_config(file=file, overrides=[*overrides, *chosen])
+    try:
+        strategy_class(loaded.config.strategy).check(loaded.config, processes=None)
+    except StrategyUnavailable as error:  # settings can be looked at where they can't be run
+        sys.stderr.write(f"distkit: {error}\n")
+    return loaded
+
+
+def _print_settings(loaded: LoadedConfig) -> None:
+    from distkit.config.text import yaml_value
+    from distkit.masking import mask_values
+
+    flat = mask_values(loaded.flat())
+    rows = [(name, yaml_value(value), loaded.origins[name]) for name, value in flat.items()]
+    print_table(("key", "value", "from"), rows, dim=[origin == "default" for _, _, origin in rows])
+
+
+def _key_record(key: Key) -> dict[str, Any]:
+    return {
+        "name": key.name,
+        "type": key.type,
+        "default": key.default,
+        "choices": list(key.choices),
+        "minimum": key.minimum,
+        "above": key.above,
+        "help": key.help,
+    }
+
+
+def _strategy_record(name: str) -> dict[str, Any]:
+    from distkit.strategies.checks import engine_installed
+    from distkit.strategies.registry import strategy_class
+
+    try:
+        found = strategy_class(name)
+    except StrategyUnavailable as error:  # another package's, and it can't be imported
+        return {"name": name, "summary": error.message, "installed": False, "install": error.hint or ""}
+    can = found.capabilities
+    return {
+        "name": name,
+        "summary": can.summary,
+        "processes": can.processes,
+        "shards": sorted(can.shards),
+        "precisions": _in_order(can.precisions, "precision"),
+        "offload": _in_order(can.offload - {"none"}, "memory.offload"),
+        "tensor_parallel": can.tensor_parallel,
+        "compress": _in_order(can.compress - {"none"}, "compress.method"),
+        "lr_scaling": can.lr_scaling,
+        "engine": can.engine or "torch",
+        "installed": engine_installed(found),
+        "install": can.install,
+        "best_for": can.best_for,
+    }
+
+
+def _in_order(values: Collection[str], key: str) -> list[str]:
+    """In the order in which the schema lists a key's choices."""
+    from distkit.config.schema import keys
+
+    choices = next(found.choices for found in keys() if found.name == key)
+    return sorted(values, key=lambda value: choices.index(value) if value in choices else len(choices))
+
+
+def _strategy_row(record: dict[str, Any]) -> tuple[str, ...]:
+    engine = record.get("engine", "")
+    return (
+        record["name"],
+        record["summary"],
+        ", ".join(record.get("shards", ())) or "nothing",
+        ", ".join(record.get("precisions", ())),
+        ", ".join(record.get("offload", ())) or "none",
+        engine if record["installed"] else f"{engine}: {record['install']}".removeprefix(": "),
+        record.get("best_for", ""),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Runs a launcher that isn't ours (horovodrun, mpirun), and ends and reports as our own does.
+
+``python -m distkit.launch.external --run-dir DIR --grace-s 30 --processes 4 -- mpirun -np 4 ...``
+
+These launchers start processes and pass their output on, but they don't say which rank's error came first, give a
+checkpoint no time when they are asked to end, and may leave processes behind when one is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from distkit.errors import DistkitError, LaunchError
+from distkit.launch.failure import ErrorRecord, Failure, first_failure, log_path, record_path
+from distkit.launch.report import failure_report
+
+__all__ = ["MARK", "main"]
+
+MARK = "DISTKIT_LAUNCH_ID"
+"""A variable that everything inherits that a launch starts on this host; what is left over is found by it."""
+
+_WORKER = [b"-m", b"distkit.launch.worker"]
+"""How a rank's own command line goes on after the interpreter; the launchers' contain it further behind."""
+_PREFIX = re.compile(r"^\[\d+\]<std(?:out|err)>: ?")
+"""What horovodrun puts before each line (horovod/runner/common/util/safe_shell_exec.py, prefix_stream)."""
+
+_ENDS = (
+    re.compile(r"^Process (?P<rank>\d+) exit with status code (?P<status>\d+)\."),
+    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
+)
+"""How horovodrun (gloo_run.py) and Open MPI's mpirun say that a process ended, which is how a kill becomes known."""
+
+_SAME_KEYSTROKE_S = 0.3
+_AFTER_TERM_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the launcher to its end.
+
+    Args:
+        argv: Command line; None is this process's.
+
+    Returns:
+        0 when all ended well; the exit status of the rank that failed first, 128 + signal if a signal killed it; 130
+        after Ctrl-C and 143 after SIGTERM, unless the ranks ended with a status of their own.
+    """
+    options = _parse(argv)
+    launch = _Launch(options.run_dir, options.processes, options.grace_s)
+    try:
+        launch.start(options.command)
+        return launch.conclude(launch.wait())
+    except DistkitError as error:
+        sys.stderr.write(f"distkit-run: {error}\n")
+        return 1
+    finally:
+        launch.sweep()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m distkit.launch.external", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True, help="The run's folder.")
+    parser.add_argument("--grace-s", type=float, default=30.0, help="Seconds between asking ranks to end and killing.")
+    parser.add_argument("--processes", type=int, required=True, help="Number of ranks in all.")
+    parser.add_argument("command", nargs="+", help="The launcher's command line, after --.")
+    return parser.parse_args(argv)
+
+
+class _Launch:
+    """One run of a launcher.
+
+    Args:
+        run_dir: The run's folder.
+        processes: Number of ranks.
+        grace_s: Between asking ranks to end and killing them, in seconds.
+    """
+
+    def __init__(self, run_dir: Path, processes: int, grace_s: float) -> None:
+        self._run_dir, self._processes, self._grace_s = run_dir, processes, grace_s
+        self._id = uuid.uuid4().hex
+        self._child: subprocess.Popen[str] | None = None
+        self._pipes: list[threading.Thread] = []
+        self._ends: list[Failure] = []
+        self._times: dict[signal.Signals, float] = {}
+        self._begin = time.time()
+        self._first: signal.Signals | None = None
+        self._kill_asked = self._killed = False
+
+    def start(self, command: Sequence[str]) -> None:
+        """Start it in a session of its own, so that the terminal's Ctrl-C comes through us alone.
+
+        Raises:
+            LaunchError: The run's folder can't be made, or the launcher isn't there.
+        """
+        try:
+            (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
+            for rank in range(self._processes):
+                record_path(self._run_dir, rank).unlink(missing_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"the run's folder {str(self._run_dir)!r} can't be made: {error.strerror}", hint="--run-dir DIR"
+            ) from error
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        try:
+            self._child = subprocess.Popen(
+                list(command),
+                # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
+                env={**os.environ, MARK: self._id, "TERM": "dumb"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{command[0]!r} can't be started: {error.strerror}",
+                hint="--launcher torchrun   needs no other program",
+            ) from error
+        for source, screen in ((self._child.stdout, sys.stdout), (self._child.stderr, sys.stderr)):
+            assert source is not None
+            thread = threading.Thread(target=self._pass_on, args=(source, screen), daemon=True)
+            thread.start()
+            self._pipes.append(thread)
+
+    def wait(self) -> int:
+        """Until it ends; kills what doesn't end within the grace time after a signal. Its exit status."""
+        assert self._child is not None
+        while self._child.poll() is None:
+            time.sleep(0.05)
+            late = self._first is not None and time.monotonic() > self._times[self._first] + self._grace_s
+            if (late or self._kill_asked) and not self._killed:
+                self._kill()
+        for thread in self._pipes:
+            thread.join(2.0)  # longer only if a left-over process holds the pipe, which sweep() ends
+        return self._child.returncode
+
+    def conclude(self, status: int) -> int:
+        """Say how the run ended; the exit status."""
+        failures = self._failures()
+        asked = [failure for failure in failures if failure.exit_status != 128 + (self._first or 0)]
+        if self._first is not None and (self._killed or not asked):
+            return self._say_stopped(failures)
+        if status == 0 and not failures:
+            return 0
+        if not failures:
+            code = 128 - status if status < 0 else status
+            sys.stderr.write(f"distkit-run: the launcher ended with exit status {code}; what it said is above\n")
+            return code
+        root = first_failure(failures)
+        others = sorted((f for f in failures if f.rank != root.rank), key=lambda f: (f.likely_time, f.rank))
+        sys.stderr.write(failure_report(root, others, processes=self._processes))
+        return root.exit_status
+
+    def sweep(self) -> None:
+        """End everything that this launch started on this host and that still lives."""
+        deadline = time.monotonic() + _AFTER_TERM_S
+        while (left := self._family()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def _failures(self) -> list[Failure]:
+        """The ranks' own records, and ends without one that the launcher told of; one a rank."""
+        found: dict[int, Failure] = {}
+        for rank in range(self._processes):
+            record = ErrorRecord.read(self._run_dir, rank)
+            if record is not None:
+                log = str(log_path(self._run_dir, rank))
+                found[rank] = Failure(rank, record.host, record.exit_code, record.time, log, record)
+        for end in self._ends:
+            found.setdefault(end.rank, end)
+        return list(found.values())
+
+    def _say_stopped(self, failures: Sequence[Failure]) -> int:
+        assert self._first is not None
+        how = "Ctrl-C (SIGINT)" if self._first == signal.SIGINT else self._first.name
+        killed = "; the processes were killed" if self._killed else ""
+        sys.stderr.write(f"distkit-run: stopped by {how}{killed}\n")
+        return 128 + self._first
+
+    # -- output -----------------------------------------------------------------------------------------------------
+
+    def _pass_on(self, source: IO[str], screen: IO[str]) -> None:
+        for line in source:
+            line = _PREFIX.sub("", line.rstrip("\r\n"))
+            self._note_end(line)
+            screen.write(line + "\n")
+            screen.flush()
+
+    def _note_end(self, line: str) -> None:
+        """A rank that was killed leaves no record; its launcher says so in a line."""
+        for pattern in _ENDS:
+            match = pattern.search(line)
+            if match is None:
+                continue
+            values = match.groupdict()
+            status = int(values.get("status") or 0)
+            rank, host = int(values["rank"]), values.get("host") or os.uname().nodename
+            if values.get("signal"):  # mpirun says so at the end, but only of the first process that ended badly
+                code, when = -int(values["signal"]), self._begin
+            else:
+                code, when = (128 - status if 128 < status < 128 + signal.NSIG else status), time.time()
+            if code and not any(end.rank == rank for end in self._ends):
+                self._ends.append(Failure(rank, host, code, when, str(log_path(self._run_dir, rank))))
+
+    # -- signals ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        now = time.monotonic()
+        before = self._times.get(asked)
+        if before is not None and now - before <= _SAME_KEYSTROKE_S:
+            return
+        if before is None:
+            self._times[asked] = now
+            if asked != signal.SIGUSR1:
+                self._first = self._first or asked
+            self._send(asked)
+        elif asked == signal.SIGINT:
+            self._kill_asked = True
+
+    def _send(self, number: signal.Signals) -> None:
+        """To the ranks on this host: they agree with the others. Where there is none, the launcher gets it.
+
+        The launchers would end the ranks within seconds, in the middle of a checkpoint.
+        """
+        workers = self._family(_is_worker)
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not workers and self._child is not None:
+            self._child.send_signal(number)
+
+    def _kill(self) -> None:
+        assert self._child is not None
+        self._killed = True
+        self._child.terminate()  # it ends the ranks on other hosts
+        deadline = time.monotonic() + _AFTER_TERM_S
+        for pid in self._family(_is_worker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while self._child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+    def _family(self, wanted: Callable[[list[bytes]], bool] = lambda words: True) -> list[int]:
+        """Living processes on this host that carry our mark (Linux: /proc)."""
+        mark = f"{MARK}={self._id}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark not in (folder / "environ").read_bytes().split(b"\0"):
+                    continue
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if words[0] and wanted(words) and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+        return found
+
+
+def _is_worker(words: list[bytes]) -> bool:
+    return words[1:3] == _WORKER
+
+
+def _end_with_parent() -> None:
+    """In the launcher, before it runs: SIGTERM when we die (prctl(2), PR_SET_PDEATHSIG), so that it ends its ranks."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

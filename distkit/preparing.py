@@ -1,0 +1,128 @@
+"""What is looked at before a model is wrapped: which objects were given, do they belong together, are ranks alike?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from distkit.errors import OutOfStepError, UsageError
+from distkit.state import clean_name
+from distkit.world import World
+
+__all__ = ["Objects", "compare_across_ranks", "find_aliases", "sort_objects"]
+
+
+@dataclass
+class Objects:
+    """What was given to ``prepare``, by kind, in the user's order."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+
+
+def sort_objects(given: Sequence[Any]) -> Objects:
+    """Tell the objects apart.
+
+    Raises:
+        UsageError: Something that can't be prepared.
+    """
+    objects = Objects()
+    for item in given:
+        if isinstance(item, nn.Module):
+            objects.models.append(item)
+        elif isinstance(item, Optimizer):
+            objects.optimizers.append(item)
+        elif isinstance(item, LRScheduler | ReduceLROnPlateau):
+            objects.schedulers.append(item)
+        elif isinstance(item, DataLoader):
+            objects.loaders.append(item)
+        else:
+            raise UsageError(
+                f"trainer.prepare() was given a {type(item).__name__}, and takes modules, optimizers, schedulers and DataLoaders",
+                hint="model, optimizer, loader = trainer.prepare(model, optimizer, loader)",
+            )
+    return objects
+
+
+def check_ownership(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    """Every optimizer's parameters belong to a prepared model.
+
+    Raises:
+        UsageError: Counting those that don't.
+    """
+    known = {id(p) for model in models for p in model.parameters()}
+    for optimizer in optimizers:
+        strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if strangers:
+            raise UsageError(
+                f"{len(strangers)} parameters of {type(optimizer).__name__} belong to no prepared model, so they would "
+                f"be trained on each rank apart (the first has the shape {tuple(strangers[0].shape)})",
+                hint="model, optimizer = trainer.prepare(model, optimizer)   with the model that the optimizer was made for",
+            )
+
+
+def find_aliases(model: nn.Module) -> dict[str, str]:
+    """Tied parameters, by identity.
+
+    Returns:
+        For each further name of a parameter, the name that it has in ``named_parameters()``.
+    """
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        canonical = first.setdefault(id(parameter), clean_name(name))
+        if canonical != clean_name(name):
+            aliases[clean_name(name)] = canonical
+    return aliases
+
+
+def compare_across_ranks(world: World, models: Sequence[nn.Module]) -> None:
+    """Names, shapes, dtypes and order of all parameters and buffers are the same on every rank.
+
+    One digest a rank travels; whole lists only when they differ.
+
+    Raises:
+        OutOfStepError: Naming the first difference.
+    """
+    if world.size == 1:
+        return
+    lines = [_describe(name, tensor) for model in models for name, tensor in _state(model)]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(world.all_gather_objects(digest))) == 1:
+        return
+    everyone = world.all_gather_objects(lines)
+    raise OutOfStepError(
+        f"the models differ between ranks: {_first_difference(everyone)}",
+        hint="build the same model on every rank; nothing in its size or order may depend on the rank or on a random number",
+    )
+
+
+def _state(model: nn.Module) -> list[tuple[str, Any]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _describe(name: str, tensor: Any) -> str:
+    trained = ", trained" if tensor.requires_grad else ""
+    return f"{clean_name(name)} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trained}"
+
+
+def _first_difference(everyone: list[list[str]]) -> str:
+    here = everyone[0]
+    for rank, lines in enumerate(everyone):
+        if lines == here:
+            continue
+        for index in range(max(len(here), len(lines))):
+            a = here[index] if index < len(here) else "nothing"
+            b = lines[index] if index < len(lines) else "nothing"
+            if a != b:
+                return f"tensor {index} is {a} on rank 0 and {b} on rank {rank}"
+    return "no difference"

@@ -1,0 +1,253 @@
+"""When checkpoints are written, what of the Trainer is in them, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distkit.checkpoint import CheckpointManager, CheckpointReader, collect_rng, restore_rng
+from distkit.config import Config
+from distkit.errors import CheckpointError
+from distkit.optim import Scaling, scale_learning_rate
+from distkit.progress import Progress
+from distkit.seeds import mix_seed
+from distkit.state import OptimizerLayout
+from distkit.stepping import Stepper
+from distkit.strategies.base import Strategy
+from distkit.strategies.modules import group_name
+from distkit.world import World
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from distkit.data import PreparedLoader
+
+__all__ = ["Checkpoints", "Held"]
+
+
+@dataclass
+class Held:
+    """All that was prepared, in the order of preparation."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    schedulers: list[Any] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+    trained: set[int] = field(default_factory=set)
+    """Indices of the loaders whose batches were trained on; only their positions matter."""
+
+
+class Checkpoints:
+    """Checkpoints of one run.
+
+    Args:
+        strategy: Gives and takes shards.
+        world: All ranks.
+        config: ``checkpoint`` is used.
+        run_dir: The run's folder.
+        held: What was prepared.
+        stepper: Optimizers and their counters.
+        progress: The run's counters.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        world: World,
+        config: Config,
+        run_dir: Path,
+        held: Held,
+        stepper: Stepper,
+        progress: Progress,
+    ) -> None:
+        self.strategy, self.world, self.config = strategy, world, config
+        self.held, self.stepper, self.progress = held, stepper, progress
+        self.manager = CheckpointManager(run_dir / "checkpoints", world, config.checkpoint)
+        self.scaling: Scaling | None = None
+        self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
+        self._positions: list[Any] = []
+        self._rng: dict[str, torch.Tensor] | None = None
+
+    # -- when -------------------------------------------------------------------------------------------------------
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether steps were taken since the last checkpoint."""
+        return self.progress.step > 0 and self._saved_step != self.progress.step
+
+    def due_by_step(self, step: int) -> bool:
+        """Whether ``every_steps`` asks for one at this step."""
+        every = self.config.checkpoint.every_steps
+        return every is not None and step % every == 0 and self.unsaved
+
+    def due_by_time(self) -> bool:
+        """Whether ``every_seconds`` asks for one by rank 0's clock, which speaks for all."""
+        every = self.config.checkpoint.every_seconds
+        return every is not None and self.world.is_main and time.monotonic() - self._saved_at >= every
+
+    def note_position(self) -> None:
+        """A step ended here: a checkpoint that is taken later, inside the next window, goes on from here."""
+        self._positions = [
+            loader.state_dict() if index in self.held.trained else None
+            for index, loader in enumerate(self.held.loaders)
+        ]
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write the state of the last finished step; called by all ranks."""
+        self.world.control.together("save")
+        progress = self.progress
+        progress.sum_samples(self.stepper, self.world)
+        path = self.manager.save(
+            progress.step,
+            shards=self.strategy.shards,
+            layouts=self.strategy.optimizer_layouts(),
+            trainer_state=self._trainer_state(),
+            aliases=self.held.aliases,
+            metrics=progress.metrics or None,
+            epoch=progress.epoch,
+            strategy=self.config.strategy,
+            rng=collect_rng(self.world.device),
+        )
+        self._saved_step, self._saved_at = progress.step, time.monotonic()
+        return path
+
+    def _trainer_state(self) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "samples": progress.samples,
+            "metrics": progress.metrics,
+            "optimizer_steps": [run.steps for run in self.stepper.runs],
+            "skipped_steps": [run.skipped for run in self.stepper.runs],
+            "schedulers": [scheduler.state_dict() for scheduler in self.held.schedulers],
+            "loaders": self._positions,
+            "strategy": self.strategy.state_dict(),
+            "global_batch": self.scaling.batch if self.scaling else None,
+            "lr_factor": self.scaling.factor if self.scaling else 1.0,
+        }
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> str | None:
+        """Go on from where ``checkpoint.resume`` points to.
+
+        Returns:
+            A line that says what was restored; None at a fresh start.
+        """
+        where = self.config.checkpoint.resume
+        self.manager.clean_up()
+        if where == "none":
+            return None
+        return self.load(None if where == "auto" else Path(where))
+
+    def load(self, path: str | Path | None) -> str | None:
+        """Restore models, optimizers, schedulers and the position from a checkpoint; called by all ranks.
+
+        Args:
+            path: Its folder; None is the newest complete one of this run.
+
+        Returns:
+            A line that says what was restored; None if there is none.
+        """
+        found = self.manager.latest() if path is None else Path(path)
+        if found is None:
+            return None
+        reader = self.manager.open(found)
+        layouts = reader.layouts()
+        self._check(reader, layouts)
+        self.strategy.load_shards(reader.read, layouts)
+        state = reader.trainer_state()
+        self._restore(state)
+        self._rng = reader.rng(self.world.rank)
+        manifest = reader.manifest
+        self._saved_step = self.progress.step
+        origin = f"{manifest.strategy} on {manifest.world_size} process{'es' if manifest.world_size != 1 else ''}"
+        return (
+            f"resumed from {found.name}: step {self.progress.step}, epoch {self.progress.epoch}, "
+            f"{self.progress.samples} samples seen; written by {origin}"
+        )
+
+    def restore_rng(self) -> None:
+        """Set the random number generators as they were when the checkpoint was taken; just before the next batch.
+
+        At another number of processes a rank that has no saved state gets a seed of its own.
+        """
+        if self._rng is None:
+            return
+        if self._rng:
+            restore_rng(self._rng, self.world.device)
+        else:
+            torch.manual_seed(mix_seed(self.config.seed, self.progress.step, self.world.rank))
+        self._rng = None
+
+    def _check(self, reader: CheckpointReader, layouts: Sequence[OptimizerLayout]) -> None:
+        """Names and shapes, before anything is touched."""
+        for index, model in enumerate(self.held.models):
+            group = group_name("model", index)
+            own = self.strategy.unwrap(model)
+            shapes = self.strategy.global_shapes(own)
+            reader.check_model(group, shapes, self.held.aliases[group])
+        if len(layouts) != len(self.stepper.runs):
+            raise CheckpointError(
+                f"{reader.path} holds {len(layouts)} optimizers, but {len(self.stepper.runs)} were prepared",
+                hint="prepare the same optimizers in the same order as the run that wrote it",
+            )
+        for index, (saved, current) in enumerate(zip(layouts, self.strategy.optimizer_layouts(), strict=True)):
+            _check_groups(reader.path, index, saved.groups, current.groups)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        progress = self.progress
+        progress.step, progress.epoch, progress.samples = state["step"], state["epoch"], state["samples"]
+        progress.metrics = state["metrics"]
+        for scheduler, saved in zip(self.held.schedulers, state["schedulers"], strict=False):
+            scheduler.load_state_dict(saved)
+        counters = zip(self.stepper.runs, state["optimizer_steps"], state["skipped_steps"], strict=False)
+        for run, steps, skipped in counters:
+            run.steps, run.skipped = steps, skipped
+            run.rates.restored()
+        for index, (loader, saved) in enumerate(zip(self.held.loaders, state["loaders"], strict=False)):
+            if saved is not None:
+                loader.load_state_dict(saved)
+                self.held.trained.add(index)
+        self._positions = list(state["loaders"])
+        self.strategy.load_state_dict(state["strategy"])
+        self._rescale(state)
+
+    def _rescale(self, state: dict[str, Any]) -> None:
+        """Rates in a checkpoint are scaled for the batch of the run that wrote it."""
+        if self.scaling is None or self.scaling.factor == state["lr_factor"]:
+            return
+        ratio = self.scaling.factor / state["lr_factor"]
+        for run in self.stepper.runs:
+            schedulers = [run.rates.scheduler] if run.rates.scheduler is not None else []
+            scale_learning_rate(run.optimizer, schedulers, rule="linear", reference=1.0, batch=ratio)
+
+
+def _check_groups(path: Path, index: int, saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
+    if len(saved) != len(current):
+        raise CheckpointError(
+            f"optimizer {index} has {len(current)} parameter groups, but {len(saved)} in {path}",
+            hint="make the optimizer with the same parameter groups as the run that wrote the checkpoint",
+        )
+    for number, (a, b) in enumerate(zip(saved, current, strict=True)):
+        missing, extra = set(b["params"]) - set(a["params"]), set(a["params"]) - set(b["params"])
+        if missing or extra:
+            raise CheckpointError(
+                f"parameter group {number} of optimizer {index} differs from {path}: "
+                f"not in the checkpoint: {_some(missing)}; only in the checkpoint: {_some(extra)}",
+                hint="freeze and group the same parameters as the run that wrote the checkpoint",
+            )
+
+
+def _some(names: set[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "") if ordered else "none"

@@ -1,0 +1,63 @@
+"""Settings held against what a strategy says it can do; needs neither torch nor the engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from distkit.errors import ConfigError, StrategyUnavailable
+
+if TYPE_CHECKING:
+    from distkit.config import Config
+    from distkit.strategies.base import Strategy
+
+__all__ = ["check_capabilities", "engine_installed"]
+
+
+def engine_installed(strategy: type[Strategy]) -> bool:
+    """Whether the strategy's engine can be imported; nothing is imported to find out."""
+    engine = strategy.capabilities.engine
+    return not engine or find_spec(engine) is not None
+
+
+def check_capabilities(strategy: type[Strategy], config: Config, processes: int | None) -> None:
+    """Refuse settings that the strategy can't follow.
+
+    Raises:
+        ConfigError: Naming the setting and the values that work.
+        StrategyUnavailable: The engine is not installed.
+    """
+    can, name = strategy.capabilities, strategy.name
+    if not engine_installed(strategy):
+        raise StrategyUnavailable(f"strategy {name!r} needs {can.engine}, which is not installed", hint=can.install)
+    if can.processes == "one" and processes is not None and processes > 1:
+        raise ConfigError(
+            f"strategy {name!r} runs in one process, but {processes} were asked for",
+            hint="--strategy ddp   or --nproc 1",
+        )
+    for key, value, allowed in (
+        ("precision", config.precision, can.precisions),
+        ("memory.offload", config.memory.offload, can.offload),
+        ("compress.method", config.compress.method, can.compress),
+    ):
+        if value not in allowed:
+            valid = sorted(allowed)
+            raise ConfigError(
+                f"{key} was set to {value!r}, but strategy {name!r} takes: {', '.join(valid)}",
+                hint=f"--set {key}={valid[0]}",
+            )
+    if config.parallel.tensor > 1 and not can.tensor_parallel:
+        raise ConfigError(
+            f"parallel.tensor was set to {config.parallel.tensor}, but strategy {name!r} splits no layers",
+            hint="--set parallel.tensor=1",
+        )
+    if config.parallel.replicate > 1 and name != "hsdp":
+        raise ConfigError(
+            f"parallel.replicate was set to {config.parallel.replicate}, but strategy {name!r} has no replica groups",
+            hint="--set parallel.replicate=1",
+        )
+    if config.parallel.tensor > 1 and processes is not None and processes % config.parallel.tensor:
+        raise ConfigError(
+            f"parallel.tensor={config.parallel.tensor} doesn't divide the {processes} processes",
+            hint="--set parallel.tensor=1",
+        )

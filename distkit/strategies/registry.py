@@ -1,0 +1,67 @@
+"""Which strategies there are. A name leads to a module and a class; nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
+
+from distkit.config.nearest import nearest
+from distkit.errors import ConfigError, StrategyUnavailable
+
+if TYPE_CHECKING:
+    from distkit.strategies.base import Strategy
+
+__all__ = ["BUILT_IN", "strategy_class", "strategy_names"]
+
+BUILT_IN = {
+    "single": "distkit.strategies.single:SingleStrategy",
+    "dp": "distkit.strategies.dp:DataParallelStrategy",
+    "ddp": "distkit.strategies.ddp:DDPStrategy",
+}
+"""One line a strategy, in the order in which the documentation lists them."""
+
+ENTRY_POINTS = "distkit.strategies"
+"""Packages add strategies of their own under this entry point group: ``name = "package.module:Class"``."""
+
+
+@lru_cache(maxsize=1)
+def _outside() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def strategy_names() -> list[str]:
+    """All names: the built-in ones, then those of other packages."""
+    return [*BUILT_IN, *(name for name in sorted(_outside()) if name not in BUILT_IN)]
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """The class behind a name.
+
+    Args:
+        name: As in the config key ``strategy``.
+
+    Raises:
+        ConfigError: There is no such strategy; names the nearest.
+        StrategyUnavailable: Another package's strategy can't be imported.
+    """
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        found: type[Strategy] = getattr(import_module(module), attribute)
+        return found
+    point = _outside().get(name)
+    if point is None:
+        close = nearest(name, strategy_names())
+        raise ConfigError(
+            f"strategy was set to {name!r}; there are: {', '.join(strategy_names())}",
+            hint=f"--strategy {close}" if close else "distkit strategies   says what each is for",
+        )
+    try:
+        loaded: type[Strategy] = point.load()
+    except ImportError as error:
+        raise StrategyUnavailable(
+            f"strategy {name!r} comes from {point.value}, which can't be imported: {error}",
+            hint=f"pip install {point.dist.name if point.dist else point.module.partition('.')[0]}",
+        ) from error
+    return loaded

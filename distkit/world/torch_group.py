@@ -1,0 +1,79 @@
+"""Joining processes through torch.distributed: what ddp, fsdp and every other engine on top of it share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, rendezvous  # type: ignore[attr-defined]
+
+from distkit.config import Config
+from distkit.errors import LaunchError
+from distkit.world.collectives import TorchCollectives
+from distkit.world.device import backend_for, choose_device
+from distkit.world.environment import Environment
+from distkit.world.world import World
+
+__all__ = ["connect_torch", "join_processes"]
+
+
+def connect_torch(environment: Environment, config: Config) -> World:
+    """A World over torch.distributed in which every rank is a data-parallel rank.
+
+    Args:
+        environment: From the launcher's variables.
+        config: ``device``, ``timeouts.start_s`` (to meet) and ``timeouts.step_s`` (for one collective) are used.
+
+    Raises:
+        LaunchError: The processes don't know where to meet, or didn't within ``timeouts.start_s``.
+    """
+    device = choose_device(config.device, environment.local_rank, environment.size)
+    owns_world = join_processes(environment, config, device)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeouts.step_s))
+    collectives = TorchCollectives(data=None, tensor=None, control=control, owns_world=owns_world)
+    return World(environment, device, collectives, backend=dist.get_backend())
+
+
+def join_processes(environment: Environment, config: Config, device: torch.device) -> bool:
+    """Make the default process group, unless the script did.
+
+    Returns:
+        Whether it was made here, and so is to be destroyed by us.
+    """
+    if dist.is_initialized():
+        return False
+    if environment.nodes == 1 and sys.platform == "linux":
+        # On one machine no socket needs to be seen from outside it; what the user set wins.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    step = timedelta(seconds=config.timeouts.step_s)
+    backend = backend_for(device)
+    if environment.source == "none":
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=step)
+        return True
+    address, port = environment.address, environment.port
+    if address is None and environment.nodes == 1:
+        address = "127.0.0.1"
+    if address is None or port is None:
+        raise LaunchError(
+            f"{environment.size} processes were started by {environment.source}, but MASTER_ADDR={address or 'unset'} and "
+            f"MASTER_PORT={port or 'unset'} don't say where they meet",
+            hint="export MASTER_ADDR=<first host> MASTER_PORT=29500   or start the script with distkit-run",
+        )
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    start = timedelta(seconds=config.timeouts.start_s)
+    try:
+        meeting = rendezvous("env://", environment.rank, environment.size, timeout=start)
+        store, rank, size = next(iter(meeting))
+        store.set_timeout(start)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=step)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise LaunchError(
+            f"rank {environment.rank} of {environment.size} didn't meet the others at {address}:{port} within "
+            f"timeouts.start_s={config.timeouts.start_s:g}: {str(error).splitlines()[0]}",
+            hint=f"check that all {environment.size} processes were started and reach {address}:{port}",
+        ) from error
+    return True
