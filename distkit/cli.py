@@ -142,6 +142,9 @@ def strategies(as_json: AsJson = False) -> None:
         return
     head = ("strategy", "what it is", "split over ranks", "precision", "offload", "engine", "best for")
     print_table(head, map(_strategy_row, records), dim=[not record["installed"] for record in records])
+    for record in records:
+        if not record["installed"]:  # not in the table, which would break the line that is to be copied
+            sys.stdout.write(f"{record['name']} is not installed: {record['install']}\n")
 
 
 def _load(file: str | None, strategy: str | None, overrides: list[str]) -> LoadedConfig:
@@ -216,14 +219,13 @@ def _in_order(values: Collection[str], key: str) -> list[str]:
 
 
 def _strategy_row(record: dict[str, Any]) -> tuple[str, ...]:
-    engine = record.get("engine", "")
     return (
         record["name"],
         record["summary"],
         ", ".join(record.get("shards", ())) or "nothing",
         ", ".join(record.get("precisions", ())),
         ", ".join(record.get("offload", ())) or "none",
-        engine if record["installed"] else f"{engine}: {record['install']}".removeprefix(": "),
+        record.get("engine", "?") if record["installed"] else "not installed",
         record.get("best_for", ""),
     )
 

@@ -17,7 +17,8 @@ __all__ = ["EXIT_USAGE", "print_json", "print_table", "run_app"]
 EXIT_USAGE = 2
 """Exit status of a command that was told something that can't work; click's own for wrong options."""
 
-_PIPE_WIDTH = 160
+_PIPE_WIDTH = 1000
+"""Wide enough that no cell is broken where programs like grep read it."""
 
 
 def run_app(app: Typer, program: str, arguments: Sequence[str] | None = None) -> None:

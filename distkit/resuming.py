@@ -196,6 +196,12 @@ class Checkpoints:
             own = self.strategy.unwrap(model)
             shapes = self.strategy.global_shapes(own)
             reader.check_model(group, shapes, self.held.aliases[group])
+        models = sum(group.startswith("model") for group in reader.groups())
+        if models > len(self.held.models):
+            raise CheckpointError(
+                f"{reader.path} holds {models} models, but {len(self.held.models)} were prepared",
+                hint="prepare the same models in the same order as the run that wrote it",
+            )
         if len(layouts) != len(self.stepper.runs):
             raise CheckpointError(
                 f"{reader.path} holds {len(layouts)} optimizers, but {len(self.stepper.runs)} were prepared",

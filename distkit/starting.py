@@ -43,9 +43,7 @@ def scale_rates(config: Config, strategy: Strategy, stepper: Stepper, loader: Pr
     scaling = Scaling(rule, 1.0, reference, batch)
     for run in stepper.runs:
         schedulers = [run.rates.scheduler] if run.rates.scheduler is not None else []
-        scaling = scale_learning_rate(
-            run.optimizer, schedulers, rule=rule, reference=reference, batch=batch
-        )
+        scaling = scale_learning_rate(run.optimizer, schedulers, rule=rule, reference=reference, batch=batch)
     return scaling
 
 

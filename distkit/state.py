@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReadShard", "Region", "Shard", "clean_name", "flat_regions"]
+__all__ = ["ReadShard", "Region", "Shard", "bare_name", "clean_name", "flat_regions"]
 
-WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,22 @@ class OptimizerLayout:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes that wrappers put in (``module.``, ``_orig_mod.`` ...)."""
+    """A parameter's name without the prefixes that wrappers put in (``_orig_mod.``, ``_fsdp_wrapped_module.`` ...)."""
     for prefix in WRAPPER_PREFIXES:
         while name.startswith(prefix):
             name = name[len(prefix) :]
         name = name.replace("." + prefix, ".")
+    return name
+
+
+def bare_name(name: str) -> str:
+    """The same without ``module.`` too, which DDP's and DeepSpeed's own checkpoints have before every name.
+
+    Only for reading what others wrote: a user's model may well have a submodule that is called ``module``.
+    """
+    name = clean_name(name)
+    while name.startswith("module."):
+        name = clean_name(name[len("module.") :])
     return name
 
 

@@ -487,15 +487,14 @@ class Trainer:
 
         Tied weights are stored once; ``safetensors.torch.load_model`` and transformers tie them again.
         """
+        from distkit.checkpoint.agreement import on_main
         from distkit.checkpoint.export import write_weights
 
         model = self._one_model(model)
         index = next(i for i, m in enumerate(self._held.models) if m is model)
         state = self.model_state_dict(model)
         path = Path(path)
-        if self.world.is_main:
-            write_weights(path, state, self._held.aliases[group_name("model", index)])
-        self.world.barrier()
+        on_main(self.world, lambda: write_weights(path, state, self._held.aliases[group_name("model", index)]))
         return path
 
     def _one_model(self, model: nn.Module | None) -> nn.Module:

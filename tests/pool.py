@@ -80,7 +80,12 @@ class Pool:
     def _grow(self, processes: int) -> None:
         while len(self._workers) < processes:
             env = {k: v for k, v in os.environ.items() if k not in CLEAN}
-            env.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), PYTHONUNBUFFERED="1", TORCH_CPP_LOG_LEVEL="ERROR")
+            env.update(
+                OMP_NUM_THREADS="1",
+                PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                PYTHONUNBUFFERED="1",
+                TORCH_CPP_LOG_LEVEL="ERROR",
+            )
             self._workers.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "tests.pool"],
@@ -125,8 +130,8 @@ class Pool:
                     del waiting[rank]
                 else:
                     sys.stderr.write(f"[rank {rank}] {line}")
-            if errors and deadline - time.monotonic() > 20:
-                deadline = time.monotonic() + 20  # the others may hang in a collective now
+            if errors and deadline - time.monotonic() > 6:
+                deadline = time.monotonic() + 6  # the others may hang in a collective now
             if errors and not waiting:
                 break
         if died:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 import distkit
 from distkit.config.launchline import VARIABLE, LaunchSettings
@@ -33,7 +33,9 @@ def accuracy(model: Any, batch: Any) -> torch.Tensor:
     return (model(batch[0]).argmax(1) == batch[1]).float().mean()
 
 
-def make(tmp_path: Path, *, lr: float = 0.1, callbacks: Any = (), batch: int = 6, **settings: Any) -> tuple[Any, Any, Any, Any]:
+def make(
+    tmp_path: Path, *, lr: float = 0.1, callbacks: Any = (), batch: int = 6, **settings: Any
+) -> tuple[Any, Any, Any, Any]:
     trainer = distkit.Trainer({"run_dir": str(tmp_path), "log.every_steps": 1, **settings}, callbacks=callbacks)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -60,7 +62,18 @@ def test_the_log_has_the_documented_keys(tmp_path: Path) -> None:
     trainer.close()
     found = steps(tmp_path)
     assert [line["step"] for line in found] == list(range(1, 9))
-    keys = {"time", "step", "epoch", "samples", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "skipped_steps"}
+    keys = {
+        "time",
+        "step",
+        "epoch",
+        "samples",
+        "loss",
+        "lr",
+        "grad_norm",
+        "step_time_s",
+        "samples_per_s",
+        "skipped_steps",
+    }
     assert all(keys <= set(line) for line in found)
     assert [line["samples"] for line in found] == [6 * i for i in range(1, 9)]
     assert [line["epoch"] for line in found] == [0] * 4 + [1] * 4
@@ -238,7 +251,12 @@ def test_request_stop(tmp_path: Path) -> None:
 
 def test_keep_best(tmp_path: Path) -> None:
     """K3: the checkpoint of the best evaluation survives the retention of the newest."""
-    settings = {"checkpoint.keep": 1, "checkpoint.keep_best": 1, "checkpoint.best_metric": "score", "checkpoint.best_mode": "max"}
+    settings = {
+        "checkpoint.keep": 1,
+        "checkpoint.keep_best": 1,
+        "checkpoint.best_metric": "score",
+        "checkpoint.best_mode": "max",
+    }
     trainer, model, _, loader = make(tmp_path, **settings)
     scores = iter([1.0, 9.0, 3.0])
     for _ in trainer.epochs(3):
@@ -318,7 +336,12 @@ def test_export_loads_without_distkit(tmp_path: Path) -> None:
         (lambda t, m, o, l: t.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters())), "belong to no prepared model"),
         (lambda t, m, o, l: t.step(torch.ones(2, requires_grad=True)), r"trainer\.step\(loss\.mean\(\)\)"),
         (lambda t, m, o, l: t.optimizer_step(), "no loss came in"),
-        (lambda t, m, o, l: t.backward(torch.ones((), requires_grad=True) * 1, optimizer=torch.optim.SGD(m.parameters())), "was not prepared"),
+        (
+            lambda t, m, o, l: t.backward(
+                torch.ones((), requires_grad=True) * 1, optimizer=torch.optim.SGD(m.parameters())
+            ),
+            "was not prepared",
+        ),
         (lambda t, m, o, l: t.export("x", nn.Linear(1, 1)), "was not prepared"),
     ],
 )

@@ -22,7 +22,7 @@ from distkit.checkpoint.format import (
 )
 from distkit.checkpoint.tensorfile import TensorFile
 from distkit.errors import CheckpointError
-from distkit.state import OptimizerLayout, Region, clean_name
+from distkit.state import OptimizerLayout, Region, bare_name, clean_name
 from distkit.strategies.modules import group_name
 
 __all__ = ["CheckpointReader", "check_files", "check_sums"]
@@ -65,7 +65,7 @@ class CheckpointReader:
 
     def names(self, group: str) -> list[str]:
         """Names of the tensors of a group, without wrappers' prefixes."""
-        return list(self._names.get(group, {}))
+        return [clean_name(name) for name in self.manifest.tensors.get(group, {})]
 
     def stored(self, group: str, name: str, kind: str) -> StoredTensor:
         """What the checkpoint knows of a tensor: dtype, shape and regions.
@@ -224,9 +224,12 @@ class CheckpointReader:
         names = self._names.get(group, {})
         if name in self.manifest.tensors.get(group, {}):
             return name
-        name = clean_name(name)
         aliases = self._aliases.get("optimizer" if group.startswith("optimizer") else group, {})
-        return names.get(name) or names.get(aliases.get(name, ""))
+        for shorter in (clean_name(name), bare_name(name)):
+            found = names.get(shorter) or names.get(aliases.get(shorter, ""))
+            if found is not None:
+                return found
+        return None
 
     def _adopt_aliases(self, group: str, aliases: Mapping[str, str]) -> None:
         """The model may call a tied weight by another of its names than the file does."""
@@ -297,12 +300,15 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 
 def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
-    """Stored names by clean name; an exact one wins over one that only becomes it without prefixes."""
+    """Stored names by what they may be asked for as: themselves, without wrappers' prefixes, without ``module.`` too.
+
+    The more exact one wins where two become the same.
+    """
     table: dict[str, str] = {}
-    for name in names:
-        clean = clean_name(name)
-        if clean not in table or name == clean:
-            table[clean] = name
+    names = list(names)
+    for shorten in (str, clean_name, bare_name):
+        for name in names:
+            table.setdefault(shorten(name), name)
     return table
 
 

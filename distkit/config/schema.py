@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Optional
+from typing import Any
 
 __all__ = [
     "BatchConfig",
@@ -42,7 +42,7 @@ def _key(
 class BatchConfig:
     """How large a batch is, and of which batch the number speaks."""
 
-    size: Optional[int] = _key(
+    size: int | None = _key(
         None, "Samples in a batch; null takes the DataLoader's own batch size. `per` says whose.", minimum=1
     )
     per: str = _key(
@@ -50,10 +50,10 @@ class BatchConfig:
         "device: `size` is one micro batch on one device. global: `size` is all the samples of one optimizer step.",
         choices=("device", "global"),
     )
-    micro: Optional[int] = _key(
+    micro: int | None = _key(
         None, "Samples in one micro batch on one device; with `per: global` it gives `accumulate`.", minimum=1
     )
-    accumulate: Optional[int] = _key(
+    accumulate: int | None = _key(
         None, "Micro batches in one optimizer step; null is 1, or what `size` and `micro` give.", minimum=1
     )
 
@@ -62,13 +62,13 @@ class BatchConfig:
 class OptimConfig:
     """What happens around the optimizer."""
 
-    clip_norm: Optional[float] = _key(None, "Clip the global gradient norm to this; null doesn't clip.", above=0.0)
+    clip_norm: float | None = _key(None, "Clip the global gradient norm to this; null doesn't clip.", above=0.0)
     lr_scaling: str = _key(
         "auto",
         "How the learning rate follows the global batch; auto is the strategy's own custom (Horovod linear, others none).",
         choices=("auto", "none", "linear", "sqrt"),
     )
-    reference_batch: Optional[int] = _key(
+    reference_batch: int | None = _key(
         None,
         "Global batch for which the script's learning rate was chosen; null is the batch of one device.",
         minimum=1,
@@ -147,11 +147,11 @@ class DataConfig:
 class CheckpointConfig:
     """When checkpoints are written, and which are kept."""
 
-    every_steps: Optional[int] = _key(None, "Save every so many optimizer steps.", minimum=1)
-    every_seconds: Optional[float] = _key(None, "Save when so many seconds have passed since the last.", above=0.0)
+    every_steps: int | None = _key(None, "Save every so many optimizer steps.", minimum=1)
+    every_seconds: float | None = _key(None, "Save when so many seconds have passed since the last.", above=0.0)
     at_end: bool = _key(True, "Save when the run ends or is told to stop.")
-    keep: Optional[int] = _key(3, "Newest checkpoints to keep; null keeps all.", minimum=1)
-    keep_best: Optional[int] = _key(None, "Keep so many of the best besides the newest.", minimum=1)
+    keep: int | None = _key(3, "Newest checkpoints to keep; null keeps all.", minimum=1)
+    keep_best: int | None = _key(None, "Keep so many of the best besides the newest.", minimum=1)
     best_metric: str = _key("loss", "The evaluated metric that says which is best.")
     best_mode: str = _key("min", "Whether less or more of it is better.", choices=("min", "max"))
     background: bool = _key(True, "Write in the background while training goes on, where the strategy can.")
@@ -198,10 +198,10 @@ class Config:
     """All settings of a run. Precedence: defaults < the script's arguments < the file < the launch line."""
 
     strategy: str = _key("single", "Which way of training; `distkit strategies` lists them.")
-    name: Optional[str] = _key(None, "Name of the run; null is the script's name.")
-    run_dir: Optional[str] = _key(None, "Folder of the run; null is runs/<name>-<time>.")
+    name: str | None = _key(None, "Name of the run; null is the script's name.")
+    run_dir: str | None = _key(None, "Folder of the run; null is runs/<name>-<time>.")
     seed: int = _key(1234, "Seed of model initialisation, data order and workers.", minimum=0)
-    max_steps: Optional[int] = _key(
+    max_steps: int | None = _key(
         None, "End the run after so many optimizer steps, whatever the script says.", minimum=0
     )
     precision: str = _key(
@@ -254,9 +254,7 @@ def keys(section: Any = None, prefix: str = "") -> Iterator[Key]:
             meta = item.metadata
             yield Key(
                 name=prefix + item.name,
-                type=str(item.type).replace("Optional[", "").replace("]", " or null")
-                if str(item.type).startswith("Optional")
-                else str(item.type),
+                type=str(item.type).replace(" | None", " or null"),
                 default=value,
                 help=meta["help"],
                 choices=meta["choices"],

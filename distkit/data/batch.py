@@ -106,7 +106,7 @@ def _per_global(batch: BatchConfig, loader_batch_size: int | None, data_size: in
         )
     known, name = (micro, "micro") if micro is not None else (accumulate or 1, "accumulate")
     third, rest = divmod(size, known * data_size)
-    if rest or not third:
+    if rest:
         raise ConfigError(
             f"batch.per=global and {origin}={size}, which can't be cut evenly: batch.{name}={known} x data-parallel "
             f"{data_size} = {known * data_size}, and {size} / {known * data_size} = {size / (known * data_size):.4g}",

@@ -45,6 +45,7 @@ _ENDS = (
 
 _SAME_KEYSTROKE_S = 0.3
 _AFTER_TERM_S = 5.0
+_ORPHANS_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,6 +96,7 @@ class _Launch:
         self._ends: list[Failure] = []
         self._times: dict[signal.Signals, float] = {}
         self._begin = time.time()
+        self._failed: float | None = None
         self._first: signal.Signals | None = None
         self._kill_asked = self._killed = False
 
@@ -145,11 +147,21 @@ class _Launch:
         while self._child.poll() is None:
             time.sleep(0.05)
             late = self._first is not None and time.monotonic() > self._times[self._first] + self._grace_s
-            if (late or self._kill_asked) and not self._killed:
+            if (late or self._kill_asked or self._hangs_after_failure()) and not self._killed:
                 self._kill()
         for thread in self._pipes:
             thread.join(2.0)  # longer only if a left-over process holds the pipe, which sweep() ends
         return self._child.returncode
+
+    def _hangs_after_failure(self) -> bool:
+        """A rank failed, and its launcher should have ended the rest by now.
+
+        horovodrun waits for the output of a killed rank as long as a process that the rank started holds it.
+        """
+        if self._failed is None:
+            return False
+        since = time.monotonic() - self._failed
+        return since > self._grace_s or (since > _ORPHANS_S and not self._family(_is_worker))
 
     def conclude(self, status: int) -> int:
         """Say how the run ended; the exit status."""
@@ -220,6 +232,7 @@ class _Launch:
                 code, when = (128 - status if 128 < status < 128 + signal.NSIG else status), time.time()
             if code and not any(end.rank == rank for end in self._ends):
                 self._ends.append(Failure(rank, host, code, when, str(log_path(self._run_dir, rank))))
+                self._failed = self._failed or time.monotonic()
 
     # -- signals ----------------------------------------------------------------------------------------------------
 

@@ -94,9 +94,7 @@ class Tracker:
 def _start(name: str, run_dir: Path, project: str, step: int) -> Any:
     from accelerate import tracking
 
-    # Not only on "the main process" as accelerate sees it: it would look for, or create, a process group to find out.
-    parent = getattr(tracking, TRACKERS[name])
-    kind = type(parent.__name__, (parent,), {"main_process_only": False})
+    kind = getattr(tracking, TRACKERS[name])
     ids = _read_ids(run_dir)
     if name == "tensorboard":
         tracker = kind("tensorboard", run_dir, purge_step=step + 1 if step else None)
@@ -137,9 +135,9 @@ def _write_ids(run_dir: Path, ids: Mapping[str, str]) -> None:
 def _accelerate_alone() -> Iterator[None]:
     """Show accelerate a world of one for the time of a call.
 
-    Its trackers write debug lines through a logger that refuses to work before PartialState exists (accelerate 1.15,
-    logging.py, MultiProcessAdapter.log), and making a PartialState joins or creates process groups and sets the device
-    (state.py, PartialState.__init__). So the shared state is filled by hand and emptied again, unless the script or a
+    Its trackers ask a PartialState whether this is the main process, and their logger refuses to work before there is
+    one (accelerate 1.15: tracking.py, on_main_process; logging.py, MultiProcessAdapter.log). But making one joins or
+    creates process groups, writes RANK and so on, and sets the device (state.py, PartialState.__init__). So the shared state is filled by hand and emptied again, unless the script or a
     strategy has made a real one.
     """
     import torch

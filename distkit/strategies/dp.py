@@ -36,9 +36,9 @@ class DataParallelStrategy(SingleStrategy):
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
     ) -> tuple[list[nn.Module], list[Optimizer]]:
         """See :class:`Strategy`."""
-        from distkit.strategies.passthrough import OpenDataParallel
-
         import torch
+
+        from distkit.strategies.passthrough import OpenDataParallel
 
         prepared: list[nn.Module] = []
         for model in models:

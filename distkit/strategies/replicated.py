@@ -167,7 +167,6 @@ class ReplicatedStrategy(Strategy):
         """Every tensor of the state: group, name, kind and value."""
         import torch
 
-        value: torch.Tensor
         for index, model in enumerate(self.models):
             group = group_name("model", index)
             for name, parameter in model.named_parameters():
@@ -177,10 +176,10 @@ class ReplicatedStrategy(Strategy):
         names = parameter_names(self.models)
         for index, optimizer in enumerate(self.optimizers):
             group = group_name("optimizer", index)
-            for parameter, state in optimizer.state.items():
+            for owner, state in optimizer.state.items():
                 for field, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        yield group, names[id(parameter)], field, value
+                        yield group, names[id(owner)], field, value
 
     def _own_share(self) -> set[tuple[str, str, str]]:
         from distkit.checkpoint.replicated import own_share

@@ -170,7 +170,15 @@ def test_wrappers_prefixes_are_accepted_on_both_sides(tmp_path: Path, prefix: st
     reader = CheckpointReader(path)
     reader.check_model("model", {"wte.weight": (3, 2), "b": (2,)})
     assert torch.equal(reader.read("model", "b", "parameter", Region.whole((2,))), torch.ones(2))
-    assert reader.names("model") == ["wte.weight", "b"]
+    assert reader.names("model") == ["wte.weight", ("module.b" if prefix.startswith("module.") else "b")]
+
+
+def test_a_submodule_of_the_users_own_may_be_called_module(tmp_path: Path) -> None:
+    state = {("model", "module.b", "parameter"): torch.ones(2), ("model", "b", "parameter"): torch.zeros(2)}
+    reader = CheckpointReader(save(manager(tmp_path), state=state, layouts=[]))
+    reader.check_model("model", {"module.b": (2,), "b": (2,)})
+    assert torch.equal(reader.read("model", "module.b", "parameter", Region.whole((2,))), torch.ones(2))
+    assert torch.equal(reader.read("model", "b", "parameter", Region.whole((2,))), torch.zeros(2))
 
 
 def resealed(text: bytes) -> bytes:

@@ -17,10 +17,19 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("seed: 2\nbatch: {size: 4}\noptim:\n  clip_norm: 2\n")
     loaded = load_config(
-        script={"seed": 1, "batch.accumulate": 3, "max_steps": 7}, file=file, overrides=["optim.clip_norm=3", "strategy=ddp"]
+        script={"seed": 1, "batch.accumulate": 3, "max_steps": 7},
+        file=file,
+        overrides=["optim.clip_norm=3", "strategy=ddp"],
     )
     c = loaded.config
-    assert (c.seed, c.batch.size, c.batch.accumulate, c.optim.clip_norm, c.max_steps, c.strategy) == (2, 4, 3, 3.0, 7, "ddp")
+    assert (c.seed, c.batch.size, c.batch.accumulate, c.optim.clip_norm, c.max_steps, c.strategy) == (
+        2,
+        4,
+        3,
+        3.0,
+        7,
+        "ddp",
+    )
     assert loaded.origins["seed"] == str(file)
     assert loaded.origins["batch.accumulate"] == "script"
     assert loaded.origins["optim.clip_norm"] == "launch line"
@@ -36,7 +45,9 @@ def test_script_may_give_a_file_and_arguments(tmp_path: Path) -> None:
 
 def test_engine_settings_pass_on(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("engine:\n  deepspeed:\n    zero_optimization: {stage: 3, nested: {a: [1, 2]}}\n  ddp: {bucket_cap_mb: 3}\n")
+    file.write_text(
+        "engine:\n  deepspeed:\n    zero_optimization: {stage: 3, nested: {a: [1, 2]}}\n  ddp: {bucket_cap_mb: 3}\n"
+    )
     config = load_config(file=file, overrides=["engine.deepspeed.zero_optimization.stage=2"]).config
     assert config.engine.deepspeed == {"zero_optimization": {"stage": 2, "nested": {"a": [1, 2]}}}
     assert config.engine.ddp == {"bucket_cap_mb": 3}
@@ -74,7 +85,8 @@ def test_contradicting_batches_show_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a: [1", "read as YAML"), ("- 1\n", "list"), ("seed: x\n", "takes int"), ("sede: 1\n", "seed")]
+    ("text", "message"),
+    [("a: [1", "read as YAML"), ("- 1\n", "list"), ("seed: x\n", "takes int"), ("sede: 1\n", "seed")],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.yaml"

@@ -101,7 +101,9 @@ def checkpoint_digest(run_dir: str) -> dict[str, str]:
             for kind, entry in kinds.items():
                 tensor = reader.read(group, name, kind, Region.whole(entry.shape))
                 key = f"{group}/{name}/{kind}"
-                found[key] = hashlib.sha256(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+                found[key] = hashlib.sha256(
+                    tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+                ).hexdigest()[:16]
     return found
 
 

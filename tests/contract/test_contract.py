@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ every_two = pytest.mark.parametrize("strategy", sorted({name for name, _ in many
 def reference(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The one-process run with the same arguments, trained once."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def run(frozen: str) -> dict[str, Any]:
         import json
 

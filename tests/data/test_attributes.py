@@ -142,7 +142,9 @@ def test_batches_of_strings_and_none() -> None:
         def __getitem__(self, index: int) -> Any:
             return {"x": index, "text": str(index), "none": None}
 
-    batches = [b for b, _ in read(prepare(DataLoader(Mixed(3), 2, collate_fn=lambda rows: {"rows": rows, "x": torch.ones(2)})))]
+    batches = [
+        b for b, _ in read(prepare(DataLoader(Mixed(3), 2, collate_fn=lambda rows: {"rows": rows, "x": torch.ones(2)})))
+    ]
     assert batches[0]["rows"] == [{"x": 0, "text": "0", "none": None}, {"x": 1, "text": "1", "none": None}]
 
 

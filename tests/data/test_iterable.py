@@ -100,7 +100,11 @@ def test_stop_ends_with_the_first_rank_that_ran_out() -> None:
 
 def test_fewer_elements_than_ranks() -> None:
     epochs = together(lambda: DataLoader(Stream(2), batch_size=4), 3, uneven="pad")
-    assert [[(batch, info.samples) for batch, info in epoch] for epoch in epochs] == [[([0], 1)], [([1], 1)], [([1], 0)]]
+    assert [[(batch, info.samples) for batch, info in epoch] for epoch in epochs] == [
+        [([0], 1)],
+        [([1], 1)],
+        [([1], 0)],
+    ]
     errors = together(lambda: DataLoader(Sharded(1), batch_size=4), 2, uneven="pad")
     assert all(isinstance(error, DataError) and "nothing at all" in error.message for error in errors)
 

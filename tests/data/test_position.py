@@ -156,6 +156,16 @@ def test_a_done_epoch_has_nothing_left() -> None:
     assert len(read(loader)) == 12
 
 
+@pytest.mark.parametrize("batches", [2, 99])
+def test_an_epoch_that_is_set_again_starts_again(batches: int) -> None:
+    loader = prepare(LOADERS["shuffled"](0))
+    for _ in zip(range(batches), loader, strict=False):
+        pass
+    loader.set_epoch(0)
+    assert loader.state_dict()["samples"] == 0
+    assert read(loader) == read(prepare(LOADERS["shuffled"](0)))
+
+
 def test_a_stateful_stream_is_not_read_again() -> None:
     loader = prepare(LOADERS["stateful stream"](0))
     batches = iter(loader)

@@ -60,6 +60,22 @@ def test_workers_have_seeds_of_their_own(persistent: bool) -> None:
         assert len({x[column] for x in found}) == len(found) == 16
 
 
+class EpochNumbers(WorkerSeeds):
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), self.epochs[-1])
+
+
+def test_workers_that_live_on_start_an_epoch_like_fresh_ones() -> None:
+    def epochs(persistent: bool) -> list[Any]:
+        loader = DataLoader(EpochNumbers(8), 1, num_workers=2, persistent_workers=persistent)
+        prepared = prepare(loader, seed_samples=False)
+        return [samples(prepared) for _ in range(3)]
+
+    found = epochs(True)
+    assert found == epochs(False)
+    assert [{x[-1] for x in epoch} for epoch in found] == [{0}, {1}, {2}]  # they heard of set_epoch
+
+
 def test_worker_init_fn_runs_after_seeding_and_sees_its_own_data_set() -> None:
     loader = prepare(DataLoader(Numbers(4), 1, num_workers=1, worker_init_fn=_double))
     assert samples(loader) == [0, 1, 2, 3]

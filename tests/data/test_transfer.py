@@ -121,7 +121,9 @@ def test_details_survive() -> None:
     assert move_to(frozen, META).made.device.type == "meta"
 
 
-@pytest.mark.parametrize("item", ["text", b"x", None, 3, 2.5, object(), np.ones(3), {"a", "b"}, range(3), Zoned(), int, Movable])
+@pytest.mark.parametrize(
+    "item", ["text", b"x", None, 3, 2.5, object(), np.ones(3), {"a", "b"}, range(3), Zoned(), int, Movable]
+)
 def test_others_pass_untouched(item: Any) -> None:
     assert move_to(item, META) is item
     assert move_to([item, t()], META)[0] is item

@@ -21,7 +21,9 @@ from distkit.launch.launchers.mpirun import mpi_version
 from distkit.launch.plan import LaunchOptions, LaunchPlan, Machine, build_plan
 from tests.launch.support import COMMAND, Launch, wait_until
 
-needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod isn't installed: scripts/install-horovod")
+needs_horovod = pytest.mark.skipif(
+    find_spec("horovod") is None, reason="Horovod isn't installed: scripts/install-horovod"
+)
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: apt-get install openmpi-bin")
 
 launchers = pytest.mark.parametrize(
@@ -112,7 +114,9 @@ def test_open_mpi(machine: Machine) -> None:
 def test_hydra(machine: Machine) -> None:
     mpich = dataclasses.replace(machine, mpi=lambda: "mpich4.0.2")
     made = plan(mpich, launcher="mpirun", hosts="a,b", nproc="2", interface="eth0", ssh_port=22)
-    assert words(made).startswith("mpirun -np 4 -hosts a:2,b:2 -iface eth0 -bind-to none python -m distkit.launch.worker")
+    assert words(made).startswith(
+        "mpirun -np 4 -hosts a:2,b:2 -iface eth0 -bind-to none python -m distkit.launch.worker"
+    )
     assert made.hosts[0].environment["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 22"
 
 
@@ -275,7 +279,9 @@ def test_ranks_get_the_grace_time(launch: Launch, launcher: str, number: signal.
 
 @launchers
 def test_deaf_ranks_are_killed_after_the_grace_time(launch: Launch, launcher: str) -> None:
-    launch.script("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedent(RANK) + "time.sleep(120)\n")
+    launch.script(
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedent(RANK) + "time.sleep(120)\n"
+    )
     process = launch.start("--nproc", "2", "--launcher", launcher, "--set", "timeouts.grace_s=1", "script.py")
     launch.wait_for("up-0", "up-1")
     process.send_signal(signal.SIGTERM)

@@ -10,7 +10,13 @@ from tests.contract.models import TinyGPT, Tokens, sample_losses
 
 
 def start(run_dir, **settings):
-    base = {"strategy": "ddp", "run_dir": run_dir, "log.to": ["jsonl"], "checkpoint.at_end": False, "batch.per": "global"}
+    base = {
+        "strategy": "ddp",
+        "run_dir": run_dir,
+        "log.to": ["jsonl"],
+        "checkpoint.at_end": False,
+        "batch.per": "global",
+    }
     trainer = distkit.Trainer({**base, **settings})
     net = TinyGPT()
     loader = DataLoader(Tokens(30), batch_size=12, shuffle=True)
@@ -24,7 +30,11 @@ def traffic(run_dir, accumulate):
 
     def hook(state, bucket: GradBucket):
         counted[0] += 1
-        return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda f: f.value()[0])
+        return (
+            dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0])
+        )
 
     net.register_comm_hook(None, hook)
     found = []
@@ -61,7 +71,9 @@ def attributes(run_dir):
 
 
 def compiled(run_dir, compile):
-    trainer, net, _, loader = start(run_dir, compile=compile, **{"log.every_steps": 1, "engine.compile": {"backend": "aot_eager"}})
+    trainer, net, _, loader = start(
+        run_dir, compile=compile, **{"log.every_steps": 1, "engine.compile": {"backend": "aot_eager"}}
+    )
     for batch in loader:
         trainer.step(sample_losses(net, batch).mean())
     names = sorted(trainer.model_state_dict(net))

@@ -99,7 +99,9 @@ def test_strategies_of_other_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     """The entry point group: a package in the path with its metadata, as pip would install it."""
     from distkit.strategies import registry
 
-    (tmp_path / "mine.py").write_text("from distkit.strategies.single import SingleStrategy\nclass Mine(SingleStrategy):\n    name = 'mine'\n")
+    (tmp_path / "mine.py").write_text(
+        "from distkit.strategies.single import SingleStrategy\nclass Mine(SingleStrategy):\n    name = 'mine'\n"
+    )
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
