@@ -20,7 +20,7 @@ from distkit.errors import (
 )
 
 if TYPE_CHECKING:
-    from distkit.callbacks import Callback
+    from distkit.callbacks import Callback, EarlyStopping
     from distkit.config import Config
     from distkit.state import Region, Shard
     from distkit.strategies.base import Capabilities, Strategy
@@ -34,6 +34,7 @@ _LAZY = {
     "Callback": "distkit.callbacks",
     "Capabilities": "distkit.strategies.base",
     "Config": "distkit.config",
+    "EarlyStopping": "distkit.callbacks",
     "Region": "distkit.state",
     "Shard": "distkit.state",
     "StepOutput": "distkit.window",
@@ -50,6 +51,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DistkitError",
+    "EarlyStopping",
     "LaunchError",
     "OutOfStepError",
     "Region",

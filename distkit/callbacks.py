@@ -76,6 +76,17 @@ class Callback:
     def on_end(self, trainer: Trainer) -> None:
         """Once: the last checkpoint is written, and the logs are still open."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into each checkpoint: numbers, texts, lists, dicts and tensors; the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back; called when a run goes on, before ``on_start``.
+
+        Args:
+            state: As :meth:`state_dict` gave it.
+        """
+
 
 class EarlyStopping(Callback):
     """Ends training when an evaluated metric no longer gets better.
@@ -130,6 +141,14 @@ class EarlyStopping(Callback):
             best = "never was a number" if self.best is None else f"was best at {self.best:g}"
             evaluations = "evaluation" if self.waited == 1 else "evaluations"
             trainer.request_stop(f"{self.metric} {best}, {self.waited} {evaluations} ago, and is {value:g} now")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Callback`."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`Callback`."""
+        self.best, self.waited = state["best"], state["waited"]
 
     def _is_better(self, value: float) -> bool:
         """NaN never is."""

@@ -86,6 +86,13 @@ def show(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; can be given often.")
     ] = None,
     as_json: AsJson = False,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", metavar="NAME", help="Print the configuration made for this engine, such as deepspeed."),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", metavar="N", min=1, help="Processes in all, for --engine.")
+    ] = None,
 ) -> None:
     """The settings after merging, and where each value comes from.
 
@@ -95,9 +102,12 @@ def show(
     Examples:
       distkit config show -c config.yaml
       distkit config show -c config.yaml -s ddp --set optim.clip_norm=1 --json
+      distkit config show -c config.yaml -s zero3 --engine deepspeed --processes 32
     """
     loaded = _load(file, strategy, overrides or [])
-    if as_json:
+    if engine is not None:
+        print_json(_engine_config(loaded, engine, processes))
+    elif as_json:
         from distkit.masking import mask_values
 
         print_json({"config": mask_values(asdict(loaded.config)), "origins": loaded.origins})
@@ -145,6 +155,22 @@ def strategies(as_json: AsJson = False) -> None:
     for record in records:
         if not record["installed"]:  # not in the table, which would break the line that is to be copied
             sys.stdout.write(f"{record['name']} is not installed: {record['install']}\n")
+
+
+def _engine_config(loaded: LoadedConfig, engine: str, processes: int | None) -> dict[str, Any]:
+    """What the strategy would hand to its engine."""
+    from distkit.errors import ConfigError
+    from distkit.strategies.registry import strategy_class, strategy_names
+
+    chosen = strategy_class(loaded.config.strategy)
+    made = chosen.engine_config(loaded.config, processes)
+    if made is not None and chosen.capabilities.engine == engine:
+        return made
+    fitting = [n for n in strategy_names() if strategy_class(n).capabilities.engine == engine]
+    raise ConfigError(
+        f"--engine {engine} was given, but strategy {loaded.config.strategy!r} makes no configuration for it",
+        hint=f"-s {fitting[-1]} --engine {engine}" if fitting else "-s zero3 --engine deepspeed",
+    )
 
 
 def _load(file: str | None, strategy: str | None, overrides: list[str]) -> LoadedConfig:

@@ -25,6 +25,7 @@ from distkit.world import World
 if TYPE_CHECKING:
     from torch import nn
 
+    from distkit.callbacks import Callback
     from distkit.data import PreparedLoader
 
 __all__ = ["Checkpoints", "Held"]
@@ -53,6 +54,7 @@ class Checkpoints:
         held: What was prepared.
         stepper: Optimizers and their counters.
         progress: The run's counters.
+        callbacks: The user's; each may have a state of its own.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class Checkpoints:
         held: Held,
         stepper: Stepper,
         progress: Progress,
+        callbacks: Sequence[Callback],
     ) -> None:
         self.strategy, self.world, self.config = strategy, world, config
-        self.held, self.stepper, self.progress = held, stepper, progress
+        self.held, self.stepper, self.progress, self.callbacks = held, stepper, progress, callbacks
         self.manager = CheckpointManager(run_dir / "checkpoints", world, config.checkpoint)
         self.scaling: Scaling | None = None
         self._saved_step: int | None = None
@@ -131,6 +134,7 @@ class Checkpoints:
             "schedulers": [scheduler.state_dict() for scheduler in self.held.schedulers],
             "loaders": self._positions,
             "strategy": self.strategy.state_dict(),
+            "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in self.callbacks],
             "global_batch": self.scaling.batch if self.scaling else None,
             "lr_factor": self.scaling.factor if self.scaling else 1.0,
         }
@@ -226,7 +230,17 @@ class Checkpoints:
                 self.held.trained.add(index)
         self._positions = list(state["loaders"])
         self.strategy.load_state_dict(state["strategy"])
+        self._restore_callbacks(state.get("callbacks", []))
         self._rescale(state)
+
+    def _restore_callbacks(self, saved: list[list[Any]]) -> None:
+        """Each gets the state of the first saved one of its class that no other took; a new callback starts afresh."""
+        left = list(saved)
+        for callback in self.callbacks:
+            found = next((entry for entry in left if entry[0] == type(callback).__name__), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state_dict(found[1])
 
     def _rescale(self, state: dict[str, Any]) -> None:
         """Rates in a checkpoint are scaled for the batch of the run that wrote it."""

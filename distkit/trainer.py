@@ -73,10 +73,17 @@ class Trainer:
         self._stepper = Stepper(self.strategy, self.world, self.config)
         self._progress = Progress()
         self._held = Held()
-        self._checkpoints = Checkpoints(
-            self.strategy, self.world, self.config, self.run_dir, self._held, self._stepper, self._progress
-        )
         self._callbacks = list(callbacks)
+        self._checkpoints = Checkpoints(
+            self.strategy,
+            self.world,
+            self.config,
+            self.run_dir,
+            self._held,
+            self._stepper,
+            self._progress,
+            self._callbacks,
+        )
         self._listener = _Listener(self)
         self._signals = SignalWatch()
         self._signals.install()
@@ -178,7 +185,7 @@ class Trainer:
         self._progress.planned_epochs = count
         self._start()
         for epoch in range(self._progress.epoch, count):
-            if self.should_stop:
+            if self._agree_to_stop():
                 return
             self._progress.epoch = epoch
             for loader in self._held.loaders:
@@ -405,6 +412,12 @@ class Trainer:
         if not self._stepper.between_steps and not self._stepper.in_window:
             self._finish_step()
 
+    def _agree_to_stop(self) -> bool:
+        """Between epochs what a rank asked for is heard at once."""
+        asked = self._stop_asked is not None
+        self._progress.stopping = self.world.control.together("epoch", asked)[0] or self._progress.stopping
+        return self.should_stop
+
     def _left_early(self) -> bool:
         return self.should_stop and not self._listener.epoch_is_done
 
@@ -434,7 +447,10 @@ class Trainer:
         return self._progress.stopping or (limit is not None and self._progress.step >= limit)
 
     def request_stop(self, reason: str = "asked by the script") -> None:
-        """Ask for the end of training; may be called on some ranks only. All stop at the end of the next step."""
+        """Ask for the end of training; may be called on some ranks only.
+
+        All ranks stop at the end of the step that begins next, or where the epoch ends.
+        """
         self._stop_asked = reason
         self.print(f"stop requested: {reason}")
 

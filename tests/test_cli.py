@@ -149,7 +149,7 @@ def test_an_engine_that_is_not_installed_is_shown_with_its_install_line(
 
     monkeypatch.setitem(registry.BUILT_IN, "missing", f"{__name__}:Missing")
     monkeypatch.setattr(sys.modules[__name__], "Missing", Missing, raising=False)
-    assert "no_such_engine: pip install no-such-engine" in " ".join(distkit("strategies")[1].split())
+    assert "missing is not installed: pip install no-such-engine" in distkit("strategies")[1].splitlines()
     status, out, err = distkit("config", "show", "-s", "missing", "--json")
     assert status == 0
     assert json.loads(out)["config"]["strategy"] == "missing"

@@ -23,7 +23,13 @@ from distkit.optim import LearningRates, planned_rates, scale_learning_rate, war
 
 
 def make() -> SGD:
-    return SGD([{"params": [torch.zeros(2, requires_grad=True)]}, {"params": [torch.zeros(1, requires_grad=True)], "lr": 0.01}], lr=0.1)
+    return SGD(
+        [
+            {"params": [torch.zeros(2, requires_grad=True)]},
+            {"params": [torch.zeros(1, requires_grad=True)], "lr": 0.01},
+        ],
+        lr=0.1,
+    )
 
 
 def chain(optimizer: Optimizer) -> LRScheduler:

@@ -249,6 +249,26 @@ def test_request_stop(tmp_path: Path) -> None:
     trainer.close()
 
 
+def test_early_stopping_stops_where_the_epoch_ends_and_keeps_its_state(tmp_path: Path) -> None:
+    """Two evaluations without improvement; the second after a restart."""
+    values = iter([1.0, 2.0, 3.0])
+
+    def epoch(trainer: Any, model: Any, loader: Any) -> None:
+        for batch in loader:
+            trainer.step(loss_fn(model, batch))
+        value = next(values)
+        trainer.evaluate(model, DataLoader(data(), batch_size=8), metric_fn=lambda m, b: {"value": value})
+
+    for planned, done in ((2, 2), (9, 3)):
+        stopping = distkit.EarlyStopping("value", patience=2)
+        trainer, model, _, loader = make(tmp_path, callbacks=[stopping])
+        for _ in trainer.epochs(planned):
+            epoch(trainer, model, loader)
+        assert trainer.global_step == 4 * done
+        trainer.close()
+    assert (stopping.best, stopping.waited) == (1.0, 2)
+
+
 def test_keep_best(tmp_path: Path) -> None:
     """K3: the checkpoint of the best evaluation survives the retention of the newest."""
     settings = {

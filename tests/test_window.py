@@ -51,7 +51,9 @@ def test_ranks_and_micro_batches_are_alike(averages: bool, known: bool) -> None:
     gradients, factors = [], []
     for (values, weight), _ in zip(PARTS, weights, strict=True):
         window = Window(
-            ranks=3, averages=averages, all_reduce=lambda t: torch.full_like(t, 6.0) if t.dtype == torch.float64 else t * 0 + 6.0
+            ranks=3,
+            averages=averages,
+            all_reduce=lambda t: torch.full_like(t, 6.0) if t.dtype == torch.float64 else t * 0 + 6.0,
         )
         p = torch.ones((), requires_grad=True)
         window.add((p * torch.tensor(values)).mean(), weight, total=6.0 if known else None).backward()

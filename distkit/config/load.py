@@ -161,7 +161,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         parsed = safe_load(value) if value.strip() else None
     except YAMLError as error:
         raise ConfigError(f"--set {name} was given {value!r}, which can't be read: {error}") from error
-    if isinstance(parsed, str):
+    if isinstance(parsed, str) and value.strip() == parsed:  # a quoted text stays one
         parsed = _number(parsed)
     ((key, parsed),) = (
         flatten({name: parsed}, "launch line").items() if not isinstance(parsed, dict) else (_one(name, parsed),)

@@ -129,7 +129,7 @@ class _Watched:
         return self
 
     def __next__(self) -> Any:
-        # The global is what torch.utils.data.get_worker_info() returns (torch 2.6 to 2.13, data/_utils/worker.py); there
+        # The global is what torch.utils.data.get_worker_info() returns (torch 2.13, data/_utils/worker.py); there
         # is no public way to say "you are worker 5 of 8" to a data set, in the main process least of all.
         before = _worker._worker_info
         _worker._worker_info = self.worker  # type: ignore[assignment]
@@ -271,7 +271,7 @@ class ShardedIterable(StandIn, IterableDataset[Element]):
         return isinstance(shards, int) and shards < self._ranks * count
 
     def _probe(self, epoch: int, number: int, count: int, info: Any) -> Iterator[Any]:
-        """Find out by the first element how the data set is split, set ``mode``, and read it so."""
+        """Find out by the first element how the data set is split, set ``split_mode``, and read it so."""
         base = mix_seed(self._seed, epoch)
         seed_everywhere(mix_seed(base + self.elements_drawn) if self._seed_elements else base)
         stream = _Watched(self._dataset, self._virtual(number, count, info))
@@ -300,7 +300,7 @@ class ShardedIterable(StandIn, IterableDataset[Element]):
 def _questions_about_rank() -> Iterator[list[str]]:
     """Notes whether torch.distributed is asked for rank or world size, by this thread, while it is open.
 
-    Both go through ``_get_default_group`` of distributed_c10d (torch 2.6 to 2.13), however the script imported them.
+    Both go through ``_get_default_group`` of distributed_c10d (torch 2.13), however the script imported them.
     """
     questions: list[str] = []
     if not (dist.is_available() and dist.is_initialized()):

@@ -122,7 +122,7 @@ class WorkerInit:
         seed_everywhere(seed)
         info = get_worker_info()
         if info is not None:
-            # WorkerInfo refuses to be changed (a guard in __setattr__ in torch 2.6, a frozen dataclass in 2.13), but
+            # WorkerInfo refuses to be changed (in torch 2.13 it's a frozen dataclass), but
             # scripts read `seed` and `dataset` from it, and must find this rank's seed and their own object.
             object.__setattr__(info, "seed", seed)
             object.__setattr__(info, "dataset", own_dataset(info.dataset))

@@ -75,11 +75,13 @@ class _Inner:
         loader: The script's own.
         seed: The run's.
         rank: Data-parallel rank.
+        seeds_itself: Whether the data set in it seeds before each sample.
         replaced: Attributes that differ.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, rank: int, **replaced: Any) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, rank: int, *, seeds_itself: bool, **replaced: Any) -> None:
         self.loader = copy.copy(loader)
+        self._seeds_itself = seeds_itself
         self._own_init = loader.worker_init_fn
         self._seed, self._rank = seed, rank
         self._replace(**replaced, _iterator=None, _IterableDataset_len_called=None)
@@ -97,8 +99,9 @@ class _Inner:
         generator = torch.Generator().manual_seed(mix_seed(self._seed, epoch, self._rank))
         init = WorkerInit(self._own_init, seed=self._seed, epoch=epoch, rank=self._rank)
         self._replace(generator=generator, worker_init_fn=init)
-        workers = self.loader.num_workers
-        scope = nullcontext() if workers else RandomScope(mix_seed(self._seed, epoch, self._rank, 0))
+        if self.loader.num_workers:
+            return iter(self.loader), nullcontext()
+        scope = RandomScope(None if self._seeds_itself else mix_seed(self._seed, epoch, self._rank, 0))
         with scope:
             return iter(self.loader), scope
 
@@ -161,7 +164,7 @@ class MapSource:
         if loader.batch_size is not None:
             replaced["batch_size"] = plan.micro
         dataset = SeededDataset(loader.dataset, seed=seed, rank=rank, seed_samples=config.seed_samples)
-        self._inner = _Inner(loader, seed, rank, dataset=dataset, **replaced)
+        self._inner = _Inner(loader, seed, rank, seeds_itself=config.seed_samples, dataset=dataset, **replaced)
 
     def fetch(self, epoch: int, place: dict[str, Any]) -> Iterator[Fetched]:
         requested = self._steered.requested
@@ -272,6 +275,7 @@ class IterableSource:
         self._own = config.iterable == "own"
         self._dataset: Any = loader.dataset
         self._drop_last = loader.drop_last
+        # With drop_last, a micro step that isn't full on all ranks is left out on all: that is how `stop` ends.
         self._pads = config.uneven == "pad" and not loader.drop_last
         stateful = all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self._has_state = stateful and loader.num_workers == 0
@@ -295,7 +299,9 @@ class IterableSource:
             }
         )
         collate = CountingCollate(loader.collate_fn, whole=whole)
-        self._inner = _Inner(loader, seed, rank, dataset=self._shard, collate_fn=collate, **replaced)
+        self._inner = _Inner(
+            loader, seed, rank, seeds_itself=False, dataset=self._shard, collate_fn=collate, **replaced
+        )
         self._said: deque[Collated] = deque()
         self._inner.open_through(self._said)
 

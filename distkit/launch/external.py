@@ -26,11 +26,9 @@ from typing import IO
 from distkit.errors import DistkitError, LaunchError
 from distkit.launch.failure import ErrorRecord, Failure, first_failure, log_path, record_path
 from distkit.launch.report import failure_report
+from distkit.launch.worker import LAUNCH_VARIABLE
 
-__all__ = ["MARK", "main"]
-
-MARK = "DISTKIT_LAUNCH_ID"
-"""A variable that everything inherits that a launch starts on this host; what is left over is found by it."""
+__all__ = ["main"]
 
 _WORKER = [b"-m", b"distkit.launch.worker"]
 """How a rank's own command line goes on after the interpreter; the launchers' contain it further behind."""
@@ -121,7 +119,7 @@ class _Launch:
             self._child = subprocess.Popen(
                 list(command),
                 # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
-                env={**os.environ, MARK: self._id, "TERM": "dumb"},
+                env={**os.environ, LAUNCH_VARIABLE: self._id, "TERM": "dumb"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -277,7 +275,7 @@ class _Launch:
 
     def _family(self, wanted: Callable[[list[bytes]], bool] = lambda words: True) -> list[int]:
         """Living processes on this host that carry our mark (Linux: /proc)."""
-        mark = f"{MARK}={self._id}".encode()
+        mark = f"{LAUNCH_VARIABLE}={self._id}".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:

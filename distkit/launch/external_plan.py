@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distkit.errors import LaunchError, StrategyUnavailable
-from distkit.launch.external import MARK
 from distkit.launch.hosts import Host, common_slots, parse_hosts, read_hostfile
 from distkit.launch.launchers.horovodrun import HorovodrunCommand
 from distkit.launch.launchers.mpirun import MpirunCommand
 from distkit.launch.ports import derive_port
+from distkit.launch.worker import LAUNCH_VARIABLE
 
 if TYPE_CHECKING:
     from distkit.launch.plan import LaunchOptions, Machine
@@ -172,7 +172,7 @@ def external_command(
             interface=interface,
             ssh_port=options.ssh_port,
             ssh_identity=options.ssh_identity,
-            export=list(dict.fromkeys([*environment, *inherited, *options.export, MARK, "TERM"])),
+            export=list(dict.fromkeys([*environment, *inherited, *options.export, LAUNCH_VARIABLE, "TERM"])),
             worker=worker,
         )
         words = command.words()

@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distkit.config.launchline import VARIABLE, LaunchSettings
+from distkit.config.naming import run_name
 from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, LaunchError
 from distkit.launch.external_plan import EXTERNAL, check_external, external_command, hosts_of, processes_on_each
 from distkit.launch.hardware import usable_cores, visible_gpus
 from distkit.launch.launchers.mpirun import mpi_version
 from distkit.launch.launchers.torchrun import HostCommand
-from distkit.launch.masking import mask_environment, mask_text
 from distkit.launch.ports import derive_port
+from distkit.logs.trackers import check_trackers
+from distkit.masking import mask_environment, mask_text
 
 if TYPE_CHECKING:
     from distkit.config import LoadedConfig
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["HostPlan", "LaunchOptions", "LaunchPlan", "Machine", "build_plan"]
 
 LAUNCHERS = ("torchrun", *EXTERNAL)
-
-_NO_NAME = {"train", "main", "run", "__main__"}
-"""Stems of scripts that name nothing: the run takes the folder's name."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,8 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     nproc, notes = _processes(options, loaded, strategy, machine)
     if launcher not in EXTERNAL:
         _check_nodes(options, loaded)
-    name = _run_name(options, loaded, target)
+    name = run_name(loaded.config.name, target, module=options.module)
+    check_trackers(loaded.config.log.to)
     run_dir = _run_dir(loaded.config.run_dir, name, machine)
     settings = LaunchSettings(
         config=config_file, overrides=[*given, f"run_dir={_yaml_text(str(run_dir))}"], launcher=launcher
@@ -402,19 +402,6 @@ def _check_nodes(options: LaunchOptions, loaded: LoadedConfig) -> None:
             "each host would take another one",
             hint="--run-dir runs/NAME   the same on every host",
         )
-
-
-def _run_name(options: LaunchOptions, loaded: LoadedConfig, target: str) -> str:
-    """The config's, else the script's; a script that is called train.py is named by its folder."""
-    if loaded.config.name:
-        name = loaded.config.name
-    elif options.module:
-        parts = [part for part in target.split(".") if part not in _NO_NAME]
-        name = parts[-1] if parts else target
-    else:
-        path = Path(target).resolve()
-        name = path.parent.name if path.stem in _NO_NAME and path.parent.name else path.stem
-    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
 
 
 def _run_dir(wanted: str | None, name: str, machine: Machine) -> Path:

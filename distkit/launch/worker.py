@@ -23,10 +23,13 @@ from distkit.errors import DistkitError
 from distkit.launch.failure import ErrorRecord
 from distkit.launch.output import RankOutput, redirect
 
-__all__ = ["AGENT_VARIABLE", "main"]
+__all__ = ["AGENT_VARIABLE", "LAUNCH_VARIABLE", "main"]
 
 AGENT_VARIABLE = "DISTKIT_AGENT_PID"
 """Process id of the agent; a worker whose parent is another process has been orphaned already."""
+
+LAUNCH_VARIABLE = "DISTKIT_LAUNCH_ID"
+"""Set where horovodrun or mpirun stands between this process and distkit-run; what the launch started has it in common."""
 
 _END_WITHIN_S = 10.0
 """A rank that failed and can't end (a thread, a hanging process group) is ended after this time."""
@@ -117,8 +120,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the agent dies, even by SIGKILL (Linux; prctl(2), PR_SET_PDEATHSIG)."""
+    """Have the kernel kill this process when its parent dies, even by SIGKILL (Linux; prctl(2), PR_SET_PDEATHSIG).
+
+    The parent is the agent, or a daemon of mpirun or horovodrun, on every host.
+    """
     agent = os.environ.pop(AGENT_VARIABLE, None)
+    if agent is None and LAUNCH_VARIABLE in os.environ:
+        agent = str(os.getppid())
     if agent is None or not sys.platform.startswith("linux"):
         return
     import ctypes

@@ -15,7 +15,7 @@ from distkit.world.collectives import Collectives, Pending
 
 __all__ = ["VERBS", "Control"]
 
-VERBS = ("step", "save", "load", "evaluate", "start", "prepare", "close", "gather", "main_first", "export", "log")
+VERBS = ("step", "save", "load", "evaluate", "start", "prepare", "close", "gather", "main_first", "export", "epoch")
 """Verbs that all ranks call together; a row carries the index."""
 
 

@@ -36,7 +36,7 @@ def draws(ranks: int = 1, workers: int = 0, epoch: int = 0, **settings: Any) -> 
 
 def test_augmentation_is_the_same_for_any_number_of_ranks_and_workers() -> None:
     reference = draws()
-    assert len({numbers for numbers in reference.values()}) == 23
+    assert len(set(reference.values())) == 23
     for ranks, workers in ((2, 0), (5, 0), (1, 2), (3, 2)):
         assert draws(ranks, workers) == reference
     assert draws(epoch=1) != reference
@@ -131,7 +131,7 @@ def test_collate_functions_that_draw_are_repeatable() -> None:
         return elements, torch.rand(()).item()
 
     def epoch() -> list[Any]:
-        return [batch for batch in prepare(DataLoader(Numbers(9), 2, shuffle=True, collate_fn=collate))]
+        return list(prepare(DataLoader(Numbers(9), 2, shuffle=True, collate_fn=collate)))
 
     assert epoch() == epoch()
 

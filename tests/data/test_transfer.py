@@ -24,7 +24,7 @@ class Pair(NamedTuple):
     y: Any
 
 
-Old = namedtuple("Old", "a b")  # noqa: PYI024
+Old = namedtuple("Old", "a b")
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distkit.config import load_config
 from distkit.errors import ConfigError
@@ -15,7 +15,7 @@ from tests.pool import Pool
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(folder))
+    reader = EventAccumulator(str(folder))
     reader.Reload()
     return {tag: [(e.step, round(e.value, 4)) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
@@ -23,7 +23,6 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 @pytest.mark.parametrize("strategy", ["ddp", "single"])
 def test_no_process_group_is_made_or_disturbed(tmp_path: Path, pool: Pool, strategy: str) -> None:
     """`single` stands for engines without a torch process group in a process that has torchrun's variables."""
-    pytest.importorskip("tensorboard")
     results = pool.run("tests.logs.cases:track", 2, run_dir=str(tmp_path), strategy=strategy, timeout=60)
     distributed = strategy == "ddp"
     for result in results:
@@ -38,7 +37,6 @@ def test_no_process_group_is_made_or_disturbed(tmp_path: Path, pool: Pool, strat
 
 
 def test_a_state_that_the_script_made_is_left_alone(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from accelerate.state import PartialState
 
     state = PartialState(cpu=True)
@@ -52,7 +50,6 @@ def test_a_state_that_the_script_made_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_tensorboard_forgets_the_lost_part_of_a_killed_run(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     first = Tracker("tensorboard", tmp_path, project="p", parameters={"optim.clip_norm": "null"}, step=0)
     for step in (1, 2, 3):
         first.log(step, {"loss": 1.0, "note": "no number"})
@@ -85,14 +82,12 @@ def test_a_missing_package_is_named_on_every_rank(
 
 
 def test_a_tracker_that_can_not_start_is_an_error_of_distkit(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(ConfigError, match=r"log\.to has 'tensorboard', but it can't be started"):
         Tracker("tensorboard", tmp_path, project="p", parameters={}, step=0)
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for step in (0, 1):
@@ -104,7 +99,8 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow: Any = pytest.importorskip("mlflow")
+    import mlflow
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
     for step in (0, 1):
