@@ -63,8 +63,12 @@ class Trainer:
         launch = LaunchSettings.from_env()
         self._loaded = load_config(script=config, arguments=settings, file=launch.config, overrides=launch.overrides)
         self.config = self._loaded.config
+        environment = detect_environment()
+        if environment.size > 1 and self._loaded.origins["strategy"] == "default":
+            self.config.strategy = "ddp"
+            self._loaded.origins["strategy"] = f"{environment.size} processes were started and none was named"
         self.strategy = strategy_class(self.config.strategy)(self.config)
-        self.world: World = self.strategy.connect(detect_environment())
+        self.world: World = self.strategy.connect(environment)
         self.precision = Precision(self.config.precision, self.world.device)
         seed_everything(self.config.seed)
         self.run_dir: Path = choose_run_dir(self._loaded, self.world)

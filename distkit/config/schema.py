@@ -197,7 +197,10 @@ class EngineConfig:
 class Config:
     """All settings of a run. Precedence: defaults < the script's arguments < the file < the launch line."""
 
-    strategy: str = _key("single", "Which way of training; `distkit strategies` lists them.")
+    strategy: str = _key(
+        "single",
+        "Which way of training; `distkit strategies` lists them. Where several processes were started and none was named: ddp.",
+    )
     name: str | None = _key(None, "Name of the run; null is the script's name.")
     run_dir: str | None = _key(None, "Folder of the run; null is runs/<name>-<time>.")
     seed: int = _key(1234, "Seed of model initialisation, data order and workers.", minimum=0)

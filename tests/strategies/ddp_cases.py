@@ -116,3 +116,11 @@ def unprepared_loader(run_dir, ranks):
     from tests.contract.cases import read_log
 
     return read_log(run_dir)
+
+
+def unnamed(run_dir):
+    """A script that names no strategy, started by torchrun."""
+    trainer = distkit.Trainer({"run_dir": run_dir, "log.to": ["jsonl"], "checkpoint.at_end": False})
+    found = [trainer.config.strategy, trainer.world.size]
+    trainer.close()
+    return found

@@ -115,3 +115,8 @@ def test_strategies_of_other_packages(tmp_path: Path, monkeypatch: pytest.Monkey
             strategy_class("gone")
     finally:
         registry._outside.cache_clear()
+
+
+def test_several_processes_without_a_named_strategy_are_ddp(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(CASES + "unnamed", 2, run_dir=str(tmp_path / "a")) == [["ddp", 2]] * 2
+    assert pool.run(CASES + "unnamed", 1, run_dir=str(tmp_path / "b")) == [["single", 1]]
