@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"config", "masking"},
     {"window", "optim", "precision", "forward", "world", "state", "signals", "seeds", "callbacks", "commandline"},
     {"strategies", "data", "checkpoint", "logs"},
-    {"evaluation", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
+    {"evaluation", "memory", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
     {"verify", "bench", "migrate", "doctor", "advise", "launch", "keras"},
     {"cli", "launch.command"},
 ]
