@@ -88,7 +88,9 @@ def show(
     as_json: AsJson = False,
     engine: Annotated[
         str | None,
-        typer.Option("--engine", metavar="NAME", help="Print the configuration made for this engine, such as deepspeed."),
+        typer.Option(
+            "--engine", metavar="NAME", help="Print the configuration made for this engine, such as deepspeed."
+        ),
     ] = None,
     processes: Annotated[
         int | None, typer.Option("--processes", metavar="N", min=1, help="Processes in all, for --engine.")

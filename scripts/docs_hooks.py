@@ -63,7 +63,9 @@ def config_keys() -> str:
         allowed += f", from {key.minimum:g} on" if key.minimum is not None else ""
         allowed += f", above {key.above:g}" if key.above is not None else ""
         default = json.dumps(key.default) if not isinstance(key.default, str) else key.default
-        sections.setdefault(section, []).append((f"`{key.name}`", f"`{default}`", allowed, key.help.replace("<", "&lt;")))
+        sections.setdefault(section, []).append(
+            (f"`{key.name}`", f"`{default}`", allowed, key.help.replace("<", "&lt;"))
+        )
     return "\n\n".join(
         f"## {section}\n\n" + table(("key", "default", "values", "what it does"), rows)
         for section, rows in sections.items()

@@ -42,7 +42,9 @@ def run(
     nproc: Annotated[
         str, typer.Option("--nproc", metavar="N|auto", help="Processes on each node; auto is one for each GPU.")
     ] = "auto",
-    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes.")] = 1,
+    nnodes: Annotated[
+        str, typer.Option("--nnodes", metavar="N|MIN:MAX", help="Number of nodes; an elastic run has a range.")
+    ] = "1",
     node_rank: Annotated[
         int | None, typer.Option("--node-rank", metavar="N", help="Place of this node, from 0 on.")
     ] = None,
@@ -89,6 +91,12 @@ def run(
     export: Annotated[
         list[str] | None, typer.Option("--export", metavar="NAME", help="A variable for processes on other hosts.")
     ] = None,
+    host_discovery: Annotated[
+        str | None,
+        typer.Option(
+            "--host-discovery", metavar="PROGRAM", help="Prints the hosts that are there now, asked again and again."
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that would run, for a shell.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the whole plan as JSON.")] = False,
@@ -107,6 +115,7 @@ def run(
 
     try:
         _check_choices(output, dry_run, as_json)
+        least, most = _nodes(nnodes)
         options = LaunchOptions(
             script=script,
             arguments=tuple(arguments or ()),
@@ -115,7 +124,8 @@ def run(
             config=config,
             overrides=tuple(overrides or ()),
             nproc=nproc,
-            nnodes=nnodes,
+            nnodes=most,
+            min_nodes=least,
             node_rank=node_rank,
             master_addr=master_addr,
             master_port=master_port,
@@ -129,6 +139,7 @@ def run(
             ssh_port=ssh_port,
             ssh_identity=ssh_identity,
             export=tuple(export or ()),
+            host_discovery=host_discovery,
         )
         plan = build_plan(options, Machine.here(claim=not dry_run))
         if dry_run:
@@ -143,6 +154,19 @@ def run(
 def main() -> None:
     """The console script."""
     app()
+
+
+def _nodes(text: str) -> tuple[int | None, int]:
+    """``2`` is (None, 2), ``1:4`` is (1, 4)."""
+    from distkit.errors import LaunchError
+
+    least, colon, most = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in ([least, most] if colon else [least])]
+    if min(numbers) < 1 or numbers != sorted(numbers):
+        raise LaunchError(
+            f"--nnodes was set to {text!r}; valid: a number from 1 on, or MIN:MAX", hint="--nnodes 2   or --nnodes 1:4"
+        )
+    return (numbers[0], numbers[1]) if colon else (None, numbers[0])
 
 
 def _check_choices(output: str, dry_run: bool, as_json: bool) -> None:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -28,7 +28,7 @@ from distkit.launch.failure import ErrorRecord, Failure, first_failure, log_path
 from distkit.launch.report import failure_report
 from distkit.launch.worker import LAUNCH_VARIABLE
 
-__all__ = ["main"]
+__all__ = ["ExternalRun", "catch_signals", "main"]
 
 _WORKER = [b"-m", b"distkit.launch.worker"]
 """How a rank's own command line goes on after the interpreter; the launchers' contain it further behind."""
@@ -57,15 +57,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         after Ctrl-C and 143 after SIGTERM, unless the ranks ended with a status of their own.
     """
     options = _parse(argv)
-    launch = _Launch(options.run_dir, options.processes, options.grace_s)
+    run = ExternalRun(options.run_dir, options.processes, options.grace_s)
+    catch_signals(run.handle)
     try:
-        launch.start(options.command)
-        return launch.conclude(launch.wait())
+        run.start(options.command)
+        return run.conclude(run.wait())
     except DistkitError as error:
         sys.stderr.write(f"distkit-run: {error}\n")
         return 1
     finally:
-        launch.sweep()
+        run.sweep()
+
+
+def catch_signals(handle: Callable[[int], None]) -> None:
+    """Take over the signals that mean something to a run; those that the parent told us to ignore stay ignored."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        handle(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -77,8 +89,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class _Launch:
-    """One run of a launcher.
+class ExternalRun:
+    """One run of a launcher, from its start to its end.
 
     Args:
         run_dir: The run's folder.
@@ -97,9 +109,14 @@ class _Launch:
         self._failed: float | None = None
         self._first: signal.Signals | None = None
         self._kill_asked = self._killed = False
+        self._leave_asked: float | None = None
 
-    def start(self, command: Sequence[str]) -> None:
+    def start(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         """Start it in a session of its own, so that the terminal's Ctrl-C comes through us alone.
+
+        Args:
+            command: The launcher's program and its arguments.
+            environ: Variables that are added to this process's.
 
         Raises:
             LaunchError: The run's folder can't be made, or the launcher isn't there.
@@ -112,14 +129,11 @@ class _Launch:
             raise LaunchError(
                 f"the run's folder {str(self._run_dir)!r} can't be made: {error.strerror}", hint="--run-dir DIR"
             ) from error
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._handle)
         try:
             self._child = subprocess.Popen(
                 list(command),
                 # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
-                env={**os.environ, LAUNCH_VARIABLE: self._id, "TERM": "dumb"},
+                env={**os.environ, **(environ or {}), LAUNCH_VARIABLE: self._id, "TERM": "dumb"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -139,12 +153,18 @@ class _Launch:
             thread.start()
             self._pipes.append(thread)
 
-    def wait(self) -> int:
-        """Until it ends; kills what doesn't end within the grace time after a signal. Its exit status."""
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> int:
+        """Until it ends; kills what doesn't end within the grace time after a signal. Its exit status.
+
+        Args:
+            meanwhile: Called many times a second.
+        """
         assert self._child is not None
         while self._child.poll() is None:
             time.sleep(0.05)
-            late = self._first is not None and time.monotonic() > self._times[self._first] + self._grace_s
+            meanwhile()
+            asked = self._leave_asked if self._first is None else self._times[self._first]
+            late = asked is not None and time.monotonic() > asked + self._grace_s
             if (late or self._kill_asked or self._hangs_after_failure()) and not self._killed:
                 self._kill()
         for thread in self._pipes:
@@ -163,20 +183,25 @@ class _Launch:
 
     def conclude(self, status: int) -> int:
         """Say how the run ended; the exit status."""
-        failures = self._failures()
+        failures = self.failures()
         asked = [failure for failure in failures if failure.exit_status != 128 + (self._first or 0)]
         if self._first is not None and (self._killed or not asked):
-            return self._say_stopped(failures)
+            return self._say_stopped()
         if status == 0 and not failures:
             return 0
         if not failures:
             code = 128 - status if status < 0 else status
             sys.stderr.write(f"distkit-run: the launcher ended with exit status {code}; what it said is above\n")
             return code
+        return self.report(failures).exit_status
+
+    def report(self, failures: Sequence[Failure], next_step: str = "") -> Failure:
+        """Say what failed first, and what next; the first failure."""
         root = first_failure(failures)
         others = sorted((f for f in failures if f.rank != root.rank), key=lambda f: (f.likely_time, f.rank))
-        sys.stderr.write(failure_report(root, others, processes=self._processes))
-        return root.exit_status
+        sys.stderr.write(failure_report(root, others, processes=self._processes, next_step=next_step))
+        sys.stderr.flush()
+        return root
 
     def sweep(self) -> None:
         """End everything that this launch started on this host and that still lives."""
@@ -187,7 +212,7 @@ class _Launch:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
-    def _failures(self) -> list[Failure]:
+    def failures(self) -> list[Failure]:
         """The ranks' own records, and ends without one that the launcher told of; one a rank."""
         found: dict[int, Failure] = {}
         for rank in range(self._processes):
@@ -199,7 +224,7 @@ class _Launch:
             found.setdefault(end.rank, end)
         return list(found.values())
 
-    def _say_stopped(self, failures: Sequence[Failure]) -> int:
+    def _say_stopped(self) -> int:
         assert self._first is not None
         how = "Ctrl-C (SIGINT)" if self._first == signal.SIGINT else self._first.name
         killed = "; the processes were killed" if self._killed else ""
@@ -234,7 +259,13 @@ class _Launch:
 
     # -- signals ----------------------------------------------------------------------------------------------------
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def leave(self) -> None:
+        """Ask the ranks to write a checkpoint and to end, without a signal from outside."""
+        self._leave_asked = self._leave_asked or time.monotonic()
+        self._send(signal.SIGUSR1)
+
+    def handle(self, number: int) -> None:
+        """A signal came: forward it once, begin the grace time; the second Ctrl-C ends all now."""
         asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         now = time.monotonic()
         before = self._times.get(asked)

@@ -19,7 +19,16 @@ from distkit.launch.worker import LAUNCH_VARIABLE
 if TYPE_CHECKING:
     from distkit.launch.plan import LaunchOptions, Machine
 
-__all__ = ["EXTERNAL", "ExternalCommand", "check_external", "external_command", "hosts_of"]
+__all__ = [
+    "EXTERNAL",
+    "ExternalCommand",
+    "check_external",
+    "external_command",
+    "hosts_of",
+    "is_elastic",
+    "nodes_of",
+    "processes_on_each",
+]
 
 EXTERNAL = ("horovodrun", "mpirun")
 """Launchers with a program of their own."""
@@ -34,15 +43,22 @@ def hosts_of(options: LaunchOptions, machine: Machine) -> tuple[Host, ...]:
     Raises:
         LaunchError: They can't be read, are named twice, or their number isn't ``--nnodes``.
     """
-    if options.hosts is not None and options.hostfile is not None:
-        raise LaunchError("--hosts and --hostfile were both set, and each names the hosts", hint="leave one out")
+    given = {"--hosts": options.hosts, "--hostfile": options.hostfile, "--host-discovery": options.host_discovery}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise LaunchError(f"{' and '.join(named)} were set, and each names the hosts", hint="leave one out")
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)
     elif options.hostfile is not None:
         hosts = read_hostfile(machine.directory / options.hostfile)
     else:
         return ()
-    if options.nnodes not in (1, len(hosts)):
+    if options.min_nodes is not None and options.min_nodes > len(hosts):
+        raise LaunchError(
+            f"--nnodes asks for {options.min_nodes} hosts at least, but {len(hosts)} are named",
+            hint=f"--nnodes {len(hosts)}",
+        )
+    if options.min_nodes is None and options.nnodes not in (1, len(hosts)):
         raise LaunchError(
             f"--nnodes was set to {options.nnodes}, but {len(hosts)} hosts are named", hint=f"--nnodes {len(hosts)}"
         )
@@ -65,14 +81,10 @@ def check_external(options: LaunchOptions, launcher: str, hosts: Sequence[Host],
                 f"{name} was set, but --launcher {launcher} starts all hosts from this one",
                 hint="--hosts host0,host1   or --launcher torchrun",
             )
-    if options.nnodes > 1 and not hosts:
+    if options.nnodes > 1 and not hosts and options.host_discovery is None:
         raise LaunchError(
             f"--nnodes {options.nnodes} was set, but not which hosts these are",
             hint="--hosts host0,host1   or --hostfile F",
-        )
-    if options.max_restarts:
-        raise LaunchError(
-            f"--max-restarts was set, but --launcher {launcher} starts processes once", hint="--launcher torchrun"
         )
     for name, text in (("--interface", options.interface), ("--ssh-identity", options.ssh_identity)):
         if text is not None and not re.fullmatch(r"[\w./,@+:-]+", text):  # horovodrun hands it to a shell
@@ -149,6 +161,11 @@ def external_command(
     worker = (machine.python, "-m", "distkit.launch.worker", "--run-dir", str(run_dir), "--output", options.output)
     worker = (*worker, *module, target, *options.arguments)
     environment = {**environment, **_meeting(options, hosts, run_dir, machine)}
+    inherited = [name for name in _INHERITED if name in machine.environ]
+    export = list(dict.fromkeys([*environment, *inherited, *options.export, LAUNCH_VARIABLE, "TERM"]))
+    if is_elastic(options):
+        words = _elastic_words(options, launcher, hosts, machine, run_dir, nproc, start_s, grace_s, export, worker)
+        return ExternalCommand(words, environment)
     names = [host.name for host in hosts]
     interface = options.interface or ("lo" if not hosts and machine.system.startswith("linux") else None)
     if launcher == "horovodrun":
@@ -163,22 +180,66 @@ def external_command(
             worker=worker,
         ).words()
     else:
-        inherited = [name for name in _INHERITED if name in machine.environ]
         command = MpirunCommand(
             mpi=machine.mpi() or "mpi",
             hosts=names,
             nproc=nproc,
             root=machine.root,
+            cpu=machine.gpus() == 0,
             interface=interface,
             ssh_port=options.ssh_port,
             ssh_identity=options.ssh_identity,
-            export=list(dict.fromkeys([*environment, *inherited, *options.export, LAUNCH_VARIABLE, "TERM"])),
+            export=export,
             worker=worker,
         )
         words = command.words()
         environment = {**environment, **command.environment()}
     own = (machine.python, "-m", "distkit.launch.external", "--run-dir", str(run_dir), "--grace-s", f"{grace_s:g}")
     return ExternalCommand((*own, "--processes", str(nproc * max(1, len(hosts))), "--", *words), environment)
+
+
+def is_elastic(options: LaunchOptions) -> bool:
+    """Whether there may be more than one attempt, on other hosts perhaps."""
+    return bool(options.max_restarts) or options.min_nodes is not None or options.host_discovery is not None
+
+
+def nodes_of(options: LaunchOptions, hosts: Sequence[Host]) -> int:
+    """Number of hosts, the most of an elastic run."""
+    if options.host_discovery is not None:
+        return options.nnodes
+    return min(options.nnodes, len(hosts)) if options.min_nodes is not None and hosts else max(1, len(hosts))
+
+
+def _elastic_words(
+    options: LaunchOptions,
+    launcher: str,
+    hosts: Sequence[Host],
+    machine: Machine,
+    run_dir: Path,
+    nproc: int,
+    start_s: float,
+    grace_s: float,
+    export: Sequence[str],
+    worker: Sequence[str],
+) -> tuple[str, ...]:
+    """The command line of :mod:`distkit.launch.elastic`, which makes the launcher's own for each attempt."""
+    named: tuple[str, ...] = ()
+    if options.host_discovery is not None:
+        named = ("--host-discovery", str(machine.directory / options.host_discovery))
+    elif hosts:
+        named = ("--hosts", ",".join(host.name + (f":{host.slots}" if host.slots else "") for host in hosts))
+    most = nodes_of(options, hosts)
+    least = most if options.min_nodes is None else options.min_nodes
+    return (
+        *(machine.python, "-m", "distkit.launch.elastic", "--run-dir", str(run_dir), "--launcher", launcher),
+        *("--nproc", str(nproc), "--min-nodes", str(least), "--max-nodes", str(most), *named),
+        *("--max-restarts", str(options.max_restarts), "--grace-s", f"{grace_s:g}", "--start-s", f"{start_s:g}"),
+        *(("--interface", options.interface) if options.interface else ()),
+        *(("--ssh-port", str(options.ssh_port)) if options.ssh_port else ()),
+        *(("--ssh-identity", options.ssh_identity) if options.ssh_identity else ()),
+        *(("--export", ",".join(export)) if launcher == "mpirun" else ()),
+        *("--", *worker),
+    )
 
 
 def _meeting(options: LaunchOptions, hosts: Sequence[Host], run_dir: Path, machine: Machine) -> dict[str, str]:
@@ -200,6 +261,8 @@ def _refuse_external_options(options: LaunchOptions, launcher: str) -> None:
         "--ssh-identity": options.ssh_identity,
         "--interface": options.interface,
         "--export": options.export or None,
+        "--host-discovery": options.host_discovery,
+        "--nnodes MIN:MAX": options.min_nodes,
     }
     for name, value in given.items():
         if value is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distkit.errors import LaunchError
 
-__all__ = ["Host", "common_slots", "is_this_host", "parse_hosts", "read_hostfile"]
+__all__ = ["Host", "common_slots", "is_this_host", "parse_host_lines", "parse_hosts", "read_hostfile"]
 
 _ENTRY = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*)(?:\s*:\s*(?P<count>\d+)|\s+(?:slots|max_slots)\s*=\s*(?P<slots>\d+))?"
@@ -51,13 +51,26 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             f"--hostfile was set to {str(path)!r}, which can't be read: {error.strerror}",
             hint="--hosts host0:4,host1:4",
         ) from error
-    entries = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
-    found = _unique((_host(entry, f"{path}:{number}") for number, entry in entries if entry), str(path))
+    found = parse_host_lines(lines, str(path))
     if not found:
         raise LaunchError(
             f"--hostfile was set to {str(path)!r}, which names no host", hint="a line such as: host0 slots=4"
         )
     return found
+
+
+def parse_host_lines(lines: Iterable[str], where: str) -> tuple[Host, ...]:
+    """Hosts, one a line; empty lines and what follows ``#`` are left out.
+
+    Args:
+        lines: The text.
+        where: Names it in messages.
+
+    Raises:
+        LaunchError: A line is no host.
+    """
+    entries = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    return _unique((_host(entry, f"{where}:{number}") for number, entry in entries if entry), where)
 
 
 def common_slots(hosts: Sequence[Host]) -> int | None:

@@ -22,7 +22,15 @@ from distkit.config.launchline import VARIABLE, LaunchSettings
 from distkit.config.naming import run_name
 from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, LaunchError
-from distkit.launch.external_plan import EXTERNAL, check_external, external_command, hosts_of, processes_on_each
+from distkit.launch.external_plan import (
+    EXTERNAL,
+    check_external,
+    external_command,
+    hosts_of,
+    is_elastic,
+    nodes_of,
+    processes_on_each,
+)
 from distkit.launch.hardware import usable_cores, visible_gpus
 from distkit.launch.launchers.mpirun import mpi_version
 from distkit.launch.launchers.torchrun import HostCommand
@@ -59,12 +67,14 @@ class LaunchOptions:
         max_restarts: How often all workers are started again after a failure.
         run_dir: The run's folder.
         output: Which ranks show their output: main or all.
+        min_nodes: Fewest nodes of an elastic run, whose most is ``nnodes``; None is no elastic run.
         hosts: Hosts for a launcher that starts them all, as ``host0:4,host1:4``.
         hostfile: Or a file with a host a line.
         interface: Network interface between them.
         ssh_port: Port of ssh there.
         ssh_identity: Private key for ssh.
         export: Further variables that processes on other hosts get.
+        host_discovery: A program that prints the hosts that are there now.
     """
 
     script: str
@@ -82,12 +92,14 @@ class LaunchOptions:
     max_restarts: int = 0
     run_dir: str | None = None
     output: str = "main"
+    min_nodes: int | None = None
     hosts: str | None = None
     hostfile: str | None = None
     interface: str | None = None
     ssh_port: int | None = None
     ssh_identity: str | None = None
     export: tuple[str, ...] = ()
+    host_discovery: str | None = None
 
 
 @dataclass(frozen=True)
@@ -243,7 +255,7 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     hosts = hosts_of(options, machine)
     check_external(options, launcher, hosts, machine)
     if launcher in EXTERNAL:
-        options = replace(options, nnodes=max(1, len(hosts)), nproc=processes_on_each(options, hosts))
+        options = replace(options, nnodes=nodes_of(options, hosts), nproc=processes_on_each(options, hosts))
     given = _overrides(options)
     config_file = None if options.config is None else str(machine.directory / options.config)
     loaded = load_config(file=config_file, overrides=given)
@@ -273,6 +285,9 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
             environment=environment,
         )
         host = HostPlan(machine.host, 0, str(machine.directory), external.words, external.environment)
+        checkpoint = loaded.config.checkpoint
+        if is_elastic(options) and checkpoint.every_steps is None and checkpoint.every_seconds is None:
+            notes.append("no checkpoint.every_steps is set: after a failure the run goes on from its start")
         return LaunchPlan(strategy, options.nnodes, nproc, str(run_dir), settings, (host,), tuple(notes))
     node_rank = options.node_rank or 0
     command = HostCommand(

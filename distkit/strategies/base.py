@@ -73,6 +73,10 @@ class Strategy(ABC):
         self.config = config
         self.world: World | None = None
         """Set by ``connect``."""
+        self.models: list[torch.nn.Module] = []
+        """The users' own modules that were prepared, in their order."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        """The prepared optimizers, in their order; empty where the engine holds them otherwise."""
 
     @classmethod
     def check(cls, config: Config, *, processes: int | None) -> None:
@@ -94,6 +98,16 @@ class Strategy(ABC):
     def lr_scaling(self) -> str:
         """What ``optim.lr_scaling: auto`` means under this run's settings."""
         return self.capabilities.lr_scaling
+
+    @classmethod
+    def engine_config(cls, config: Config, processes: int | None) -> dict[str, Any] | None:
+        """The engine's own configuration file that these settings make, as JSON values; None where it has none.
+
+        Args:
+            config: The merged settings.
+            processes: Number of processes, where it is known.
+        """
+        return None
 
     @abstractmethod
     def connect(self, environment: Environment) -> World:
@@ -192,6 +206,16 @@ class Strategy(ABC):
             if self.is_main:
                 return {clean_name(name): tensor.detach().cpu().clone() for name, tensor in _state(self.unwrap(model))}
         return {}
+
+    def state_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors that this rank holds now, by kind: ``parameters``, ``gradients``, ``optimizer``, ``buffers``.
+
+        For :func:`distkit.memory.count_state`, which counts each storage once. An engine that keeps gradients or
+        optimizer states elsewhere than in ``self.models`` and ``self.optimizers`` says here where.
+        """
+        from distkit.memory import state_of
+
+        return state_of(self.models, self.optimizers)
 
     @property
     def is_main(self) -> bool:

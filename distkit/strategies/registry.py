@@ -19,6 +19,12 @@ BUILT_IN = {
     "single": "distkit.strategies.single:SingleStrategy",
     "dp": "distkit.strategies.dp:DataParallelStrategy",
     "ddp": "distkit.strategies.ddp:DDPStrategy",
+    "horovod": "distkit.strategies.horovod:HorovodStrategy",
+    "fsdp": "distkit.strategies.fsdp:FSDPStrategy",
+    "hsdp": "distkit.strategies.fsdp:HSDPStrategy",
+    "zero1": "distkit.strategies.zero:Zero1Strategy",
+    "zero2": "distkit.strategies.zero:Zero2Strategy",
+    "zero3": "distkit.strategies.zero:Zero3Strategy",
 }
 """One line a strategy, in the order in which the documentation lists them."""
 

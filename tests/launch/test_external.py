@@ -103,7 +103,9 @@ def test_open_mpi(machine: Machine) -> None:
     (machine.directory / "hosts").write_text("a slots=2\nb slots=2\n")
     made = plan(machine, launcher="mpirun", hostfile="hosts", ssh_port=22, ssh_identity="/k", export=("TOKEN",))
     line = words(made)
-    assert line.startswith("mpirun -np 4 --allow-run-as-root --host a:2,b:2 --bind-to none --map-by slot ")
+    assert line.startswith(
+        "mpirun -np 4 --allow-run-as-root --host a:2,b:2 --bind-to none --map-by slot --mca mpi_yield_when_idle 1 "
+    )
     assert "--mca plm_rsh_args -p 22 -i /k" in line
     for name in (VARIABLE, "OMP_NUM_THREADS", "MASTER_ADDR", "PATH", "PYTHONPATH", "TOKEN", "DISTKIT_LAUNCH_ID"):
         assert f"-x {name} " in line
@@ -133,7 +135,7 @@ def test_secrets_are_masked(machine: Machine) -> None:
         ({"launcher": "mpirun", "nnodes": 2}, "--hosts host0,host1"),
         ({"launcher": "mpirun", "hosts": "a:2,b:4", "nproc": "3"}, "a has room for 2"),
         ({"launcher": "mpirun", "node_rank": 0}, "--launcher torchrun"),
-        ({"launcher": "mpirun", "max_restarts": 1}, "--launcher torchrun"),
+        ({"launcher": "mpirun", "min_nodes": 3, "nnodes": 4, "hosts": "a,b"}, "--nnodes 2"),
         ({"launcher": "mpirun", "interface": "eth0;reboot"}, "characters that shells read"),
         ({"launcher": "mpirun", "hosts": "a", "hostfile": "b"}, "leave one out"),
         ({"launcher": "horovodrum"}, "--launcher horovodrun"),

@@ -38,6 +38,7 @@ class MpirunCommand:
         hosts: Names of the hosts; empty is this one.
         nproc: Processes on each host.
         root: Whether the user is root, which Open MPI must be told is meant.
+        cpu: Whether the processes compute on the CPU.
         interface: Network interface to use; None lets MPI choose.
         ssh_port: Port of ssh on the other hosts; None is ssh's own.
         ssh_identity: Private key for ssh; None is ssh's own.
@@ -49,6 +50,7 @@ class MpirunCommand:
     hosts: Sequence[str]
     nproc: int
     root: bool
+    cpu: bool
     interface: str | None
     ssh_port: int | None
     ssh_identity: str | None
@@ -66,12 +68,17 @@ class MpirunCommand:
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": ssh} if ssh and not self.mpi.startswith("openmpi") else {}
 
     def _open_mpi(self) -> tuple[str, ...]:
-        """Unbound: by default each process is pinned to one core, and torch's threads with it."""
+        """Unbound: by default each process is pinned to one core, and torch's threads with it.
+
+        A process that waits in MPI spins; where the cores compute, it must let go of its core (on two busy cores an
+        all-reduce takes 3 ms instead of 70).
+        """
         places = ",".join(f"{name}:{self.nproc}" for name in self.hosts or ("localhost",))
         network = ("btl_tcp_if_include", "oob_tcp_if_include") if self.interface else ()
         return (
             *(("--allow-run-as-root",) if self.root else ()),
             *("--host", places, "--bind-to", "none", "--map-by", "slot"),
+            *(("--mca", "mpi_yield_when_idle", "1") if self.cpu else ()),
             *(word for key in network for word in ("--mca", key, str(self.interface))),
             *(("--mca", "plm_rsh_args", self._ssh()) if self._ssh() else ()),
             *(word for name in self.export for word in ("-x", name)),
