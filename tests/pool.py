@@ -130,8 +130,8 @@ class Pool:
                     del waiting[rank]
                 else:
                     sys.stderr.write(f"[rank {rank}] {line}")
-            if errors and deadline - time.monotonic() > 6:
-                deadline = time.monotonic() + 6  # the others may hang in a collective now
+            if errors and deadline - time.monotonic() > 12:
+                deadline = time.monotonic() + 12  # the others may hang in a collective now
             if errors and not waiting:
                 break
         if died:

@@ -149,7 +149,7 @@ class ZeroStrategy(Strategy):
         engine, layout = start_engine(module, optimizer, self._settings(numel_of(stepped)))
         unit = Unit(models, optimizer, group_names, stepped, engine, layout)
         self.units.append(unit)
-        _set_masters(unit, originals)
+        self._set_masters(unit, originals)
         used = unit.partitioned.used
         unit.hooks = [p.register_post_accumulate_grad_hook(lambda p: used.add(id(p))) for p in stepped]
         return unit
@@ -159,12 +159,25 @@ class ZeroStrategy(Strategy):
         return deepspeed_config(self.config, stage=self.stage, data_size=self.world.data.size, trained=trained)
 
     def _originals(self, parameters: Sequence[nn.Parameter]) -> dict[int, torch.Tensor]:
-        """Rank 0's fp32 values on the host: DeepSpeed rounds parameters to 16 bits and makes the masters of those."""
+        """The fp32 values on the host: DeepSpeed rounds parameters to 16 bits and makes the masters of those."""
         import torch
 
-        assert self.world is not None
         whole = [p for p in parameters if p.dtype is torch.float32 and not hasattr(p, "ds_id")]
-        return {id(p): self.world.broadcast(p.data.cpu()) for p in whole}
+        return {id(p): p.data.cpu() for p in whole}
+
+    def _set_masters(self, unit: Unit, values: dict[int, torch.Tensor]) -> None:
+        """Give masters rank 0's fp32 values, one parameter at a time."""
+        assert self.world is not None
+        pieces = [(partition, piece) for partition in unit.layout.partitions for piece in partition.pieces]
+        for parameter in unit.stepped:
+            value = values.pop(id(parameter), None)
+            if value is None:
+                continue
+            whole = self.world.broadcast(value.to(self.world.device)).reshape(-1)
+            for partition, piece in pieces:
+                if piece.parameter is parameter:
+                    stretch = whole[piece.start : piece.start + piece.length]
+                    partition.master.data[piece.offset : piece.offset + piece.length].copy_(stretch)
 
     def _replicate(self, model: nn.Module, device: torch.device) -> nn.Module:
         """A model that nothing trains: a copy on every rank, rank 0's."""
@@ -434,16 +447,6 @@ def _callable_modules(unit: Unit) -> list[nn.Module]:
     if len(unit.models) == 1:
         return [ZeroModule(unit.models[0], engine)]
     return [ZeroModule(model, partial(engine, index)) for index, model in enumerate(unit.models)]
-
-
-def _set_masters(unit: Unit, values: dict[int, torch.Tensor]) -> None:
-    """Give masters their fp32 values back."""
-    for partition in unit.layout.partitions:
-        for piece in partition.pieces:
-            whole = values.get(id(piece.parameter))
-            if whole is not None:
-                stretch = whole.reshape(-1)[piece.start : piece.start + piece.length]
-                partition.master.data[piece.offset : piece.offset + piece.length].copy_(stretch)
 
 
 def _cpu_computes_fp16() -> bool:

@@ -84,6 +84,7 @@ def deepspeed_config(
         "gradient_clipping": config.optim.clip_norm or 0.0,  # said in any case: DeepSpeed's own default is 1.0
         "zero_optimization": _zero(config, stage, trained),
         "zero_allow_untested_optimizer": True,  # the list of tested ones goes by class, and any elementwise one works
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a micro batch (utils/timer.py)
         **_precision(config),
     }
     if config.memory.offload != "none":

@@ -60,6 +60,15 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         though its stage-1 class accumulates in fp32 too (``use_grad_accum_attribute``)."""
         return ZERO_OPTIMIZATION
 
+    def _create_module_forward_pre_hook(self) -> Any:
+        """DeepSpeed's own (engine.py:2916), out of torch.compile's sight: it would trace timers, logs and checks too."""
+        run = torch.compiler.disable(lambda module, inputs, kwargs: self._forward_prologue(inputs, kwargs))
+        return self.module.register_forward_pre_hook(run, with_kwargs=True)
+
+    def _create_module_forward_post_hook(self) -> Any:
+        """See above."""
+        return self.module.register_forward_hook(torch.compiler.disable(lambda *given: self._forward_epilogue()))
+
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Not a second time: step() calls it again for stage 1."""
         if not self.window_closed:
