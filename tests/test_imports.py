@@ -18,9 +18,21 @@ HEAVY = ("torch", "numpy", "accelerate", "deepspeed", "horovod", "megatron", "te
 LAYERS: list[set[str]] = [
     {"errors"},
     {"config", "masking"},
-    {"window", "optim", "precision", "forward", "world", "state", "signals", "seeds", "callbacks", "commandline"},
+    {
+        "window",
+        "optim",
+        "precision",
+        "forward",
+        "world",
+        "state",
+        "signals",
+        "seeds",
+        "callbacks",
+        "commandline",
+        "memory",
+    },
     {"strategies", "data", "checkpoint", "logs"},
-    {"evaluation", "memory", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
+    {"evaluation", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
     {"verify", "bench", "migrate", "doctor", "advise", "launch", "keras"},
     {"cli", "launch.command"},
 ]
