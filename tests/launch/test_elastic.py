@@ -15,6 +15,8 @@ from distkit.launch.hosts import parse_hosts
 from tests.launch.support import Launch, wait_until
 from tests.launch.test_external import machine, needs_horovod, needs_mpi, plan  # noqa: F401
 
+pytestmark = pytest.mark.timeout(420)  # several starts of Horovod in one test; a loaded machine takes minutes
+
 ROOT = str(Path(__file__).resolve().parents[2])
 
 TRAIN = """
@@ -132,7 +134,7 @@ def test_a_killed_worker_and_no_sample_is_lost_or_read_twice(launch: Launch, sin
     victim = first_line(launch.run_dir, 0, 1)["pid"]
     wait_until(lambda: max(seen(launch.run_dir, 0), default=0) >= 5, 60)
     os.kill(victim, signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "killed by SIGKILL" in err and "all ranks start again (restart 1 of 2)" in err
     assert "127.0.0.1 is left out for 60 s" in err
@@ -161,7 +163,7 @@ def test_a_host_that_comes_is_taken_in(launch: Launch, single: Path) -> None:
     process = launch.start(*words, "--host-discovery", "discover.sh", "script.py", ROOT, "1.0")
     wait_until(lambda: max(seen(launch.run_dir, 0), default=0) >= 2, 60)
     hosts.write_text("localhost:1\n127.0.0.1:1\n")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "the hosts changed: going on with localhost, 127.0.0.1" in err
     assert [first_line(launch.run_dir, attempt, 0)["size"] for attempt in (0, 1)] == [1, 2]
@@ -181,7 +183,7 @@ def test_restarts_on_the_same_host_with_mpirun(launch: Launch, single: Path) -> 
     victim = first_line(launch.run_dir, 0, 1)["pid"]
     wait_until(lambda: max(seen(launch.run_dir, 0), default=0) >= 3, 60)
     os.kill(victim, signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "rank 1 of 2 failed" in err and "(restart 1 of 1)" in err
     assert losses(launch.run_dir) == pytest.approx(losses(single), abs=1e-5)
@@ -202,6 +204,6 @@ def test_a_signal_ends_all_attempts(launch: Launch) -> None:
     process = launch.start("--launcher", "horovodrun", "--nproc", "1", "--max-restarts", "3", "script.py")
     launch.wait_for("up")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 143 and "start again" not in err, err
     assert not launch.left()
