@@ -122,6 +122,7 @@ def test_the_plan_of_an_elastic_run(machine) -> None:  # type: ignore[no-untyped
 # -- whole runs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.elastic
 @pytest.mark.slow
 @needs_horovod
 def test_a_killed_worker_and_no_sample_is_lost_or_read_twice(launch: Launch, single: Path) -> None:
@@ -149,6 +150,7 @@ def test_a_killed_worker_and_no_sample_is_lost_or_read_twice(launch: Launch, sin
     assert not launch.left()
 
 
+@pytest.mark.elastic
 @pytest.mark.slow
 @needs_horovod
 def test_a_host_that_comes_is_taken_in(launch: Launch, single: Path) -> None:
@@ -173,6 +175,7 @@ def test_a_host_that_comes_is_taken_in(launch: Launch, single: Path) -> None:
     assert losses(launch.run_dir) == pytest.approx(losses(single), abs=1e-5)
 
 
+@pytest.mark.elastic
 @pytest.mark.slow
 @needs_mpi
 @needs_horovod
