@@ -192,6 +192,7 @@ def test_restarts_on_the_same_host_with_mpirun(launch: Launch, single: Path) -> 
     assert losses(launch.run_dir) == pytest.approx(losses(single), abs=1e-5)
 
 
+@pytest.mark.elastic
 @needs_horovod
 def test_restarts_run_out(launch: Launch) -> None:
     """The last attempt's traceback is the last thing on the screen."""
@@ -201,6 +202,7 @@ def test_restarts_run_out(launch: Launch) -> None:
     assert "ValueError: attempt 0" in done.stderr and done.stderr.endswith("ValueError: attempt 1\n")
 
 
+@pytest.mark.elastic
 @needs_horovod
 def test_a_signal_ends_all_attempts(launch: Launch) -> None:
     launch.script("open('up', 'w').write('x')\nimport time\ntime.sleep(100)")
