@@ -80,7 +80,7 @@ def warmup_factor(step: int, warmup_steps: int) -> float:
 
 
 def planned_rates(
-    optimizer: Optimizer, scheduler: Any | None, *, done: int, total: int, warmup_steps: int, by_epoch: bool = False
+    optimizer: Optimizer, scheduler: Any | None, *, done: int, total: int, warmup_steps: int, every: int | None = 1
 ) -> list[float] | None:
     """The first group's learning rate at the start, middle and end of a run.
 
@@ -92,13 +92,15 @@ def planned_rates(
         done: Optimizer steps that are done.
         total: Optimizer steps of the whole run.
         warmup_steps: Length of the rise.
-        by_epoch: The scheduler steps by epoch, so the plan can't be told in steps.
+        every: Optimizer steps from one step of the scheduler to the next; None: not known.
 
     Returns:
         Three rates, or None where nobody can know (a plateau scheduler, a very long run).
     """
     steps = total - done
-    if steps <= 0 or steps > LONGEST_PLAN or isinstance(scheduler, ReduceLROnPlateau) or (scheduler and by_epoch):
+    if steps <= 0 or steps > LONGEST_PLAN or isinstance(scheduler, ReduceLROnPlateau):
+        return None
+    if scheduler is not None and every is None:
         return None
     stand_in = torch.optim.SGD(
         [{"params": [torch.zeros(1)], **_rates(group)} for group in optimizer.param_groups], lr=float(_rate(optimizer))
@@ -106,16 +108,18 @@ def planned_rates(
     double = None if scheduler is None else copy.deepcopy(scheduler, {id(optimizer): stand_in})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the stand-in takes no steps, which schedulers warn about
-        return _play(stand_in, double, done, total, warmup_steps)
+        return _play(stand_in, double, done, total, warmup_steps, every or 1)
 
 
-def _play(stand_in: Optimizer, scheduler: Any | None, done: int, total: int, warmup_steps: int) -> list[float]:
+def _play(
+    stand_in: Optimizer, scheduler: Any | None, done: int, total: int, warmup_steps: int, every: int
+) -> list[float]:
     steps = total - done
     wanted = {done: 0.0, done + steps // 2: 0.0, total - 1: 0.0}
     for step in range(done, total):
         if step in wanted:
             wanted[step] = float(_rate(stand_in)) * warmup_factor(step, warmup_steps)
-        if scheduler is not None:
+        if scheduler is not None and (step + 1) % every == 0:
             scheduler.step()
     return [wanted[done], wanted[done + steps // 2], wanted[total - 1]]
 
@@ -177,6 +181,7 @@ class LearningRates:
     def epoch_ended(self) -> None:
         """A scheduler by epoch steps here."""
         if self.by_epoch:
+            self._refuse_foreign_steps()
             self._advance()
 
     def measured(self, value: float) -> None:
@@ -200,8 +205,10 @@ class LearningRates:
         if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
             return
         if self._scheduler_calls() != self._calls:
+            who = "the Trainer steps it after each epoch" if self.by_epoch else "trainer.step() steps it"
             raise UsageError(
-                f"the prepared {type(self.scheduler).__name__} was stepped by the script, and trainer.step() steps it too, "
-                "so the learning rate would run ahead",
-                hint="remove scheduler.step() from the script; --set optim.schedule_by=epoch   steps it once an epoch",
+                f"the prepared {type(self.scheduler).__name__} was stepped by the script, and {who} too, so the learning rate "
+                "would run ahead",
+                hint="remove scheduler.step() from the script"
+                + ("" if self.by_epoch else "; --set optim.schedule_by=epoch   steps it once an epoch"),
             )

@@ -80,10 +80,15 @@ def start_lines(
             yield f"learning rate {before:g}, not scaled ({why})"
 
 
-def plan_lines(config: Config, stepper: Stepper, done: int, total: int | None) -> Iterator[str]:
+def plan_lines(
+    config: Config, stepper: Stepper, loader: PreparedLoader | None, done: int, total: int | None
+) -> Iterator[str]:
     """The learning rate at the start, middle and end (R4)."""
     if total is None or total <= done:
         return
+    every: int | None = 1
+    if config.optim.schedule_by == "epoch":
+        every = loader.steps_per_epoch if loader is not None else None
     for index, run in enumerate(stepper.runs):
         rates = planned_rates(
             run.optimizer,
@@ -91,7 +96,7 @@ def plan_lines(config: Config, stepper: Stepper, done: int, total: int | None) -
             done=run.steps,
             total=run.steps + total - done,
             warmup_steps=config.optim.warmup_steps,
-            by_epoch=config.optim.schedule_by == "epoch",
+            every=every,
         )
         which = "" if len(stepper.runs) == 1 else f" of optimizer {index}"
         if rates is not None:

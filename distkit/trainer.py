@@ -378,7 +378,7 @@ class Trainer:
             self._log.say(line)
         if resumed is not None:
             self._log.say(resumed)
-        for line in plan_lines(self.config, self._stepper, self._progress.step, total):
+        for line in plan_lines(self.config, self._stepper, loader, self._progress.step, total):
             self._log.say(line)
         self._stepper.measure_norm = self._logs_at(self._progress.step + 1)
         self._progress.begin_timing()

@@ -135,3 +135,36 @@ def test_by_epoch() -> None:
             rates.after_step(True)
             assert rates.used[0] == pytest.approx(0.1 * 0.5**epoch)
         rates.epoch_ended()
+
+
+def test_by_epoch_a_script_that_steps_the_scheduler_too_is_told() -> None:
+    """The usual mistake of a migration: scheduler.step() is still at the epoch's end."""
+    optimizer = make()
+    scheduler = ExponentialLR(optimizer, 0.5)
+    rates = LearningRates(optimizer, scheduler, by_epoch=True)
+    rates.before_step(0)
+    optimizer.step()
+    rates.after_step(True)
+    scheduler.step()
+    with pytest.raises(UsageError, match=r"remove scheduler\.step\(\)") as error:
+        rates.epoch_ended()
+    assert "schedule_by=epoch" not in str(error.value)  # it is set already
+
+
+@pytest.mark.parametrize("done", [0, 3, 5])
+def test_the_plan_of_a_schedule_by_epoch(done: int) -> None:
+    """Three steps an epoch, twelve in all; also from the middle."""
+    optimizer = make()
+    scheduler = ExponentialLR(optimizer, 0.5)
+    rates = LearningRates(optimizer, scheduler, by_epoch=True)
+    used, plan = [], None
+    for step in range(12):
+        if step == done:
+            plan = planned_rates(optimizer, scheduler, done=done, total=12, warmup_steps=0, every=3)
+        rates.before_step(step)
+        optimizer.step()
+        rates.after_step(True)
+        used.append(rates.used[0])
+        if step % 3 == 2:
+            rates.epoch_ended()
+    assert plan == pytest.approx([used[done], used[done + (12 - done) // 2], used[11]])

@@ -189,11 +189,14 @@ class ElasticRun:
         if self._leaving and all(f.exit_status == _LEFT for f in failures):
             self._say(f"the hosts changed: going on with {', '.join(self._wanted)}")
             return True
-        if self._restarts >= self._options.max_restarts or not failures:
+        if self._restarts >= self._options.max_restarts:
             return False
         self._restarts += 1
         step = f": all ranks start again (restart {self._restarts} of {self._options.max_restarts})"
-        self._judge(run.report(failures, next_step=step))
+        if failures:
+            self._judge(run.report(failures, next_step=step))
+        else:  # the launcher itself failed, or doesn't say which rank did
+            self._say(f"the launcher failed{step}")
         return True
 
     def _judge(self, root: Failure) -> None:

@@ -41,6 +41,9 @@ _ENDS = (
 )
 """How horovodrun (gloo_run.py) and Open MPI's mpirun say that a process ended, which is how a kill becomes known."""
 
+_HYDRA_KILL = re.compile(r"^YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*\(signal (\d+)\)")
+"""Hydra (MPICH 4.0.2) names the signal; the process id that it prints is that of any of the processes."""
+
 _SAME_KEYSTROKE_S = 0.3
 _AFTER_TERM_S = 5.0
 _ORPHANS_S = 2.0
@@ -105,8 +108,10 @@ class ExternalRun:
         self._pipes: list[threading.Thread] = []
         self._ends: list[Failure] = []
         self._times: dict[signal.Signals, float] = {}
+        self._logs = run_dir / "logs"
         self._begin = time.time()
         self._failed: float | None = None
+        self._signal: signal.Signals | None = None
         self._first: signal.Signals | None = None
         self._kill_asked = self._killed = False
         self._leave_asked: float | None = None
@@ -191,7 +196,12 @@ class ExternalRun:
             return 0
         if not failures:
             code = 128 - status if status < 0 else status
-            sys.stderr.write(f"distkit-run: the launcher ended with exit status {code}; what it said is above\n")
+            how = f"the launcher ended with exit status {code}"
+            if self._signal is not None:
+                code, how = 128 + self._signal, f"a rank was killed by {self._signal.name}"
+            sys.stderr.write(
+                f"distkit-run: {how}; what the launcher said is above, the ranks' logs are in {self._logs}\n"
+            )
             return code
         return self.report(failures).exit_status
 
@@ -242,6 +252,9 @@ class ExternalRun:
 
     def _note_end(self, line: str) -> None:
         """A rank that was killed leaves no record; its launcher says so in a line."""
+        hydra = _HYDRA_KILL.search(line)
+        if hydra is not None:
+            self._signal = signal.Signals(int(hydra[1]))
         for pattern in _ENDS:
             match = pattern.search(line)
             if match is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -25,12 +26,16 @@ class LineWriter:
         prefix: Put before each line.
         plain: Leave out what only a terminal understands: colours, and all but the last state of a progress bar that
             redraws its line.
+        redraws: Pass a line on each time that a progress bar goes back to its beginning, too.
     """
 
-    def __init__(self, sink: Callable[[str], Any], *, prefix: str = "", plain: bool = False) -> None:
+    def __init__(
+        self, sink: Callable[[str], Any], *, prefix: str = "", plain: bool = False, redraws: bool = False
+    ) -> None:
         self._sink = sink
         self._prefix = prefix
         self._plain = plain
+        self._redraws = redraws
         self._rest = ""
         self._new_lock()
         if hasattr(os, "register_at_fork"):
@@ -44,8 +49,12 @@ class LineWriter:
         """Take any piece of text; what follows the last line end waits for the rest of its line."""
         with self._lock:
             *whole, self._rest = (self._rest + text).split("\n")
-            if whole:
-                self._sink("".join(f"{self._prefix}{self._clean(line)}\n" for line in whole))
+            drawn = ""
+            if self._redraws and "\r" in self._rest:
+                drawn, back, self._rest = self._rest.rpartition("\r")
+                drawn += back
+            if whole or drawn:
+                self._sink("".join(f"{self._prefix}{self._clean(line)}\n" for line in whole) + drawn)
 
     def close(self) -> None:
         """Pass on an unfinished line."""
@@ -128,24 +137,30 @@ def redirect(run_dir: Path, rank: int, *, show: bool, header: str) -> RankOutput
     log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
     log.write(f"---- {header} ----\n")
     if rank == 0:
-        return RankOutput(log, _tee(sys.stdout, sys.stderr, log.write, prefix=""))
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)  # a reader behind a pipe sees each line when it is written
+        return RankOutput(log, _tee(sys.stdout, sys.stderr, log.write, whole_lines=show))
     out, err = (os.fdopen(os.dup(fd), "w", encoding="utf-8", errors="replace", buffering=1) for fd in (1, 2))
     for fd in (1, 2):
         os.dup2(log.fileno(), fd)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)  # the keyboard is rank 0's
     if show:
-        return RankOutput(log, _tee(out, err, log.write, prefix=f"[rank {rank}] "))
+        return RankOutput(log, _tee(out, err, log.write, whole_lines=True, prefix=f"[rank {rank}] "))
     out.close()
     err.close()
     return RankOutput(log)
 
 
-def _tee(out: TextIO, err: TextIO, log: Callable[[str], Any], *, prefix: str) -> list[LineWriter]:
+def _tee(
+    out: TextIO, err: TextIO, log: Callable[[str], Any], *, whole_lines: bool, prefix: str = ""
+) -> list[LineWriter]:
+    """Lines stay whole where several ranks write to one screen; a rank alone writes as its text comes."""
     writers = []
     for name, console in (("stdout", out), ("stderr", err)):
         to_log = LineWriter(log, plain=True)
-        to_screen = LineWriter(console.write, prefix=prefix) if prefix else None
+        to_screen = LineWriter(console.write, prefix=prefix, redraws=not prefix) if whole_lines else None
         writers += [to_log, *([to_screen] if to_screen else [])]
         setattr(sys, name, Tee(console, to_log, to_screen))
     return writers

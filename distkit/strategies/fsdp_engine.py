@@ -1,7 +1,7 @@
 """What fully_shard's public interface doesn't offer, and what it leaves to its user: all of it in one place.
 
 Private names of torch are used here and in no other file; they were read in torch 2.13.0,
-``torch/distributed/fsdp/_fully_shard/``, and exist since 2.6 unless said.
+``torch/distributed/fsdp/_fully_shard/``, and compared with the source of 2.6.0.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     """The FSDPParamGroups of a model, outer units first."""
     for module in fsdp_modules(model):
         state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # a list since 2.11; before, one group or None
+        groups = getattr(state, "_fsdp_param_groups", None)  # older versions have one group or None
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
         yield from groups
@@ -163,7 +163,8 @@ def reduce_accumulated(model: nn.Module) -> None:
     _root_post_backward_final_callback); ``set_requires_gradient_sync(True)`` comes before.
     """
     for group in reversed(list(_groups(model))):
-        group.post_backward()
+        if all(hasattr(held, "_unsharded_param") for held in group.fsdp_params):  # else it was never computed with
+            group.post_backward()
     modules = fsdp_modules(model)
     if modules:
         modules[0]._get_fsdp_state()._root_post_backward_final_callback()

@@ -187,7 +187,7 @@ class Sharder:
                     hint="with trainer.init_model(): model = ...",
                 )
             model._apply(self._allocate)  # as to_empty() does, but only to those that are on the meta device
-            for name, first in blueprint.ties.items():
+            for name, first in blueprint.ties.items():  # DTensors were swapped in place, but plain ones came apart
                 owner, _, attribute = name.rpartition(".")
                 model.get_submodule(owner)._parameters[attribute] = model.get_parameter(first)
             tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distkit.errors import ConfigError, OutOfStepError, UsageError
+from distkit.errors import ConfigError, OutOfStepError, StrategyUnavailable, UsageError
 from distkit.state import clean_name
 from distkit.strategies.base import Capabilities, Strategy
 from distkit.strategies.zero_config import deepspeed_config
@@ -33,6 +34,9 @@ __all__ = ["Zero1Strategy", "Zero2Strategy", "Zero3Strategy", "ZeroStrategy"]
 
 INSTALL = "pip install 'distkit[deepspeed]'"
 
+OLDEST = (0, 19, 8)
+"""The first version whose ``managed_gradient_accumulation: false`` covers stages 1 to 3 and offload."""
+
 
 class ZeroStrategy(Strategy):
     """One engine of DeepSpeed for each optimizer and its models; ``engine.deepspeed`` is merged over its JSON."""
@@ -53,7 +57,14 @@ class ZeroStrategy(Strategy):
     def check(cls, config: Config, *, processes: int | None) -> None:
         """See :class:`Strategy`; also holds ``engine.deepspeed`` against the portable keys."""
         super().check(config, processes=processes)
+        _check_version(cls.name)
         cls.engine_config(config, processes)
+        if config.precision == "bf16-pure" and config.memory.offload != "none":
+            raise ConfigError(
+                f"precision=bf16-pure and memory.offload={config.memory.offload} were set, but DeepSpeed steps bf16 masters in "
+                "host memory with an optimizer of its own only",
+                hint="--set precision=bf16   or --set memory.offload=none",
+            )
         if config.precision == "fp16" and config.device == "cpu" and not _cpu_computes_fp16():
             raise _no_fp16("this CPU")
 
@@ -68,9 +79,14 @@ class ZeroStrategy(Strategy):
 
         self.check(self.config, processes=environment.size)
         self.world = connect_torch(environment, self.config)
-        os.environ.setdefault(
-            "DS_ACCELERATOR", self.world.device.type
-        )  # or it takes the GPU that device=cpu leaves alone
+        if self.world.device.type == "mps":
+            raise ConfigError(
+                f"strategy {self.name!r} works on CUDA devices and CPUs, and this process has 'mps'",
+                hint="--set device=cpu   or --strategy single",
+            )
+        from distkit.strategies.zero_import import import_deepspeed
+
+        import_deepspeed(self.world.device.type)
         from distkit.strategies.zero_engine import computes_fp16, join
 
         join(self.world)
@@ -80,10 +96,8 @@ class ZeroStrategy(Strategy):
 
     def notes(self) -> list[str]:
         """See :class:`Strategy`."""
-        from distkit.strategies.zero_engine import version
-
         lines = [
-            f"DeepSpeed {version()}, ZeRO stage {self.stage}: distkit config show --engine deepspeed   prints its JSON"
+            f"DeepSpeed {version('deepspeed')}, ZeRO stage {self.stage}: distkit config show --engine deepspeed   prints its JSON"
         ]
         if self.config.memory.offload != "none":
             names = ", ".join(type(unit.own).__name__ for unit in self.units)
@@ -134,6 +148,7 @@ class ZeroStrategy(Strategy):
 
     def _start(self, models: list[nn.Module], optimizer: Optimizer, precision: Precision) -> Unit:
         from distkit.strategies.modules import parameter_names
+        from distkit.strategies.zero_compile import load_async_io
         from distkit.strategies.zero_cpu_adam import host_optimizer
         from distkit.strategies.zero_engine import Bundle, start_engine
         from distkit.strategies.zero_partitions import numel_of
@@ -146,7 +161,10 @@ class ZeroStrategy(Strategy):
         originals = self._originals(stepped) if precision.mixed else {}
         optimizer = host_optimizer(optimizer, self.config, self.world)
         module = models[0] if len(models) == 1 else Bundle(models)
-        engine, layout = start_engine(module, optimizer, self._settings(numel_of(stepped)))
+        settings = self._settings(numel_of(stepped))
+        if settings["zero_optimization"].get("offload_optimizer", {}).get("device") == "nvme":
+            load_async_io(self.world)
+        engine, layout = start_engine(module, optimizer, settings)
         unit = Unit(models, optimizer, group_names, stepped, engine, layout)
         self.units.append(unit)
         self._set_masters(unit, originals)
@@ -176,8 +194,9 @@ class ZeroStrategy(Strategy):
             whole = self.world.broadcast(value.to(self.world.device)).reshape(-1)
             for partition, piece in pieces:
                 if piece.parameter is parameter:
-                    stretch = whole[piece.start : piece.start + piece.length]
-                    partition.master.data[piece.offset : piece.offset + piece.length].copy_(stretch)
+                    with unit.layout.resident(partition, write=True):
+                        stretch = whole[piece.start : piece.start + piece.length]
+                        partition.master.data[piece.offset : piece.offset + piece.length].copy_(stretch)
 
     def _replicate(self, model: nn.Module, device: torch.device) -> nn.Module:
         """A model that nothing trains: a copy on every rank, rank 0's."""
@@ -253,6 +272,8 @@ class ZeroStrategy(Strategy):
         if unit.partitioned.used or unit.engine.window_closed:
             unit.layout.forget_gradients()
             unit.partitioned.used.clear()
+            for parameter in unit.parameters():
+                parameter.grad = None  # of those that want a gradient and have no optimizer
         unit.engine.begin_window()
 
     def without_gradient(self, optimizer: Optimizer) -> list[str]:
@@ -447,6 +468,17 @@ def _callable_modules(unit: Unit) -> list[nn.Module]:
     if len(unit.models) == 1:
         return [ZeroModule(unit.models[0], engine)]
     return [ZeroModule(model, partial(engine, index)) for index, model in enumerate(unit.models)]
+
+
+def _check_version(strategy: str) -> None:
+    """Older ones can't leave the accumulation boundary to the caller in every stage and with offload."""
+    found = version("deepspeed")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    if numbers < OLDEST:
+        raise StrategyUnavailable(
+            f"strategy {strategy!r} needs DeepSpeed {'.'.join(map(str, OLDEST))} or newer, and {found} is installed",
+            hint=INSTALL,
+        )
 
 
 def _cpu_computes_fp16() -> bool:

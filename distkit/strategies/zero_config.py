@@ -176,7 +176,7 @@ def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_contradictions(config: Config, stage: int, generated: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     _refuse_owned_elsewhere(given)
-    _refuse_offload(config, given)
+    _refuse_offload(config, stage, given)
     portable = {
         "zero_optimization.stage": ("strategy", config.strategy),
         "gradient_clipping": ("optim.clip_norm", config.optim.clip_norm),
@@ -240,43 +240,60 @@ def _refuse_owned_elsewhere(given: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_offload(config: Config, given: Mapping[str, Any]) -> None:
+def _refuse_offload(config: Config, stage: int, given: Mapping[str, Any]) -> None:
     """Offload is asked for by ``memory.offload``; the engine's section may add to it."""
-    zero = given.get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
+    sections = {name: _section(given, name) for name in ("offload_optimizer", "offload_param")}
     wanted = config.memory.offload
-    for section, value, needed in (
+    for name, value, needed in (
         ("offload_optimizer", "optimizer", ("optimizer", "params")),
         ("offload_param", "params", ("params",)),
     ):
-        device = zero.get(section, {}).get("device") if isinstance(zero.get(section), Mapping) else None
+        device = sections[name].get("device")
         on = device not in (None, "none")
         if device is not None and on != (wanted in needed):
             raise ConfigError(
-                f"{DEEPSPEED_OWN}.zero_optimization.{section}.device={device} contradicts memory.offload={wanted}",
+                f"{DEEPSPEED_OWN}.zero_optimization.{name}.device={device} contradicts memory.offload={wanted}",
                 hint=f"--set memory.offload={value if on else 'none'}",
             )
         if device == "nvme":
-            raise ConfigError(
-                f"{DEEPSPEED_OWN}.zero_optimization.{section}.device=nvme was set, but checkpoints and exact steps need "
-                "the state in memory",
-                hint=f"--set memory.offload={value}   keeps it in host memory",
-            )
-    ratio = (
-        zero.get("offload_optimizer", {}).get("ratio", 1) if isinstance(zero.get("offload_optimizer"), Mapping) else 1
-    )
+            _check_nvme(name, stage, sections[name])
+    ratio = sections["offload_optimizer"].get("ratio", 1)
     if ratio != 1:
         raise ConfigError(
             f"{DEEPSPEED_OWN}.zero_optimization.offload_optimizer.ratio={ratio} was set, but it swaps the optimizer of a "
             "part of the parameters for another class",
             hint="leave ratio out, or --set memory.offload=none",
         )
-    for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_params"):
-        if zero.get(old):
+    for old, value in (("cpu_offload", "optimizer"), ("cpu_offload_param", "params"), ("cpu_offload_params", "params")):
+        if _section(given, "").get(old):
             raise ConfigError(
                 f"{DEEPSPEED_OWN}.zero_optimization.{old} was set, which DeepSpeed has given up",
-                hint=f"--set memory.offload={'optimizer' if old == 'cpu_offload' else 'params'}",
+                hint=f"--set memory.offload={value}",
             )
+
+
+def _check_nvme(name: str, stage: int, section: Mapping[str, Any]) -> None:
+    path = f"{DEEPSPEED_OWN}.zero_optimization.{name}"
+    if name == "offload_param":
+        raise ConfigError(
+            f"{path}.device=nvme was set, but only optimizer states and masters (12 of 16 bytes a parameter) go to NVMe",
+            hint=f"--set {path}.device=cpu   and offload_optimizer.device=nvme",
+        )
+    if stage < 3:
+        raise ConfigError(
+            f"{path}.device=nvme was set, but ZeRO stage {stage} keeps them in host memory", hint="--strategy zero3"
+        )
+    if not section.get("nvme_path"):
+        raise ConfigError(
+            f"{path}.device=nvme was set, but not where", hint=f"--set {path}.nvme_path=/folder/on/the/disk"
+        )
+
+
+def _section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of ``zero_optimization``, or with an empty name all of it."""
+    zero = given.get("zero_optimization")
+    found = zero.get(name) if name and isinstance(zero, Mapping) else zero
+    return found if isinstance(found, Mapping) else {}
 
 
 def _refuse_unmanaged_limits(stage: int, given: Mapping[str, Any]) -> None:
@@ -286,8 +303,7 @@ def _refuse_unmanaged_limits(stage: int, given: Mapping[str, Any]) -> None:
             "losses and says when to step",
             hint=f"leave managed_gradient_accumulation out of {DEEPSPEED_OWN}; batch.accumulate is the key",
         )
-    zero = given.get("zero_optimization")
-    if stage == 1 and isinstance(zero, Mapping) and zero.get("overlap_comm"):
+    if stage == 1 and _section(given, "").get("overlap_comm"):
         raise ConfigError(
             f"{DEEPSPEED_OWN}.zero_optimization.overlap_comm=true was set with strategy zero1, which reduces once, when the "
             "window ends",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +10,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch.optim import Adam, AdamW, Optimizer
 
 from distkit.errors import ConfigError, StrategyUnavailable
+from distkit.strategies.zero_compile import load_operator
 
 if TYPE_CHECKING:
     from distkit.config import Config
@@ -22,11 +20,6 @@ __all__ = ["HostAdam", "host_optimizer"]
 
 KEY = "zero_force_ds_cpu_optimizer"
 """DeepSpeed's own key: with offload, true asks for its optimizer."""
-
-PATIENCE_S = 2.0
-"""A compiled operator loads in less than this; what takes longer is being compiled."""
-
-TELL_EVERY_S = 30.0
 
 Groups = list[dict[str, Any]]
 
@@ -83,7 +76,7 @@ def host_optimizer(optimizer: Optimizer, config: Config, world: World) -> Optimi
                 hint=f"--set engine.deepspeed.{KEY}=false",
             )
         return optimizer
-    failed = _compile(world)
+    failed = load_operator(CPUAdamBuilder(), world)
     if not world.all(failed is None):
         if wanted:
             raise StrategyUnavailable(
@@ -105,30 +98,3 @@ def _why_not(optimizer: Optimizer) -> str | None:
         if any(group.get(flag) for group in optimizer.param_groups):
             return f"the optimizer has {flag}=True"
     return None
-
-
-def _compile(world: World) -> Exception | None:
-    """Compile and load the operator: minutes on the first use on a machine, seconds after that.
-
-    Returns:
-        What went wrong.
-    """
-    problem: list[Exception] = []
-
-    def load() -> None:
-        try:
-            CPUAdamBuilder().load(verbose=False)
-        except Exception as error:  # whatever a compiler, ninja or the loader throws
-            problem.append(error)
-
-    thread = threading.Thread(target=load, name="distkit-cpu-adam", daemon=True)
-    began = time.monotonic()
-    thread.start()
-    thread.join(PATIENCE_S)
-    while thread.is_alive():
-        if world.local_rank == 0:
-            passed = time.monotonic() - began
-            sys.stderr.write(f"compiling DeepSpeedCPUAdam, once on this machine: {passed:.0f} s so far\n")
-            sys.stderr.flush()
-        thread.join(TELL_EVERY_S)
-    return problem[0] if problem else None

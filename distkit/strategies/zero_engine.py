@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,6 @@ __all__ = [
     "release",
     "split_at_birth",
     "start_engine",
-    "version",
 ]
 
 
@@ -76,14 +76,15 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def close_window(self) -> None:
         """Reduce what is left to reduce, so that this rank's partitions hold their gradients."""
-        self._running_engine_step = True  # what is_gradient_accumulation_boundary() answers by (engine.py:3442)
-        try:
-            if self.zero_optimization_partition_gradients():
-                type(self.optimizer).finalize_gradient_accumulation_boundary(self.optimizer)
-            else:
-                self.allreduce_gradients()
-        finally:
-            self._running_engine_step = False
+        if not self.zero_optimization_partition_weights():  # stage 3 reduces in every backward, and needs no more
+            self._running_engine_step = True  # what is_gradient_accumulation_boundary() answers by (engine.py:3442)
+            try:
+                if self.zero_optimization_partition_gradients():
+                    type(self.optimizer).finalize_gradient_accumulation_boundary(self.optimizer)
+                else:
+                    self.allreduce_gradients()
+            finally:
+                self._running_engine_step = False
         self.window_closed = True
 
     def begin_window(self) -> None:
@@ -183,6 +184,8 @@ def join(world: World) -> None:
     # inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has given others; they do the same.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     kind = deepspeed.get_accelerator()._name
     if kind != world.device.type:
         raise StrategyUnavailable(
@@ -195,11 +198,6 @@ def join(world: World) -> None:
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     deepspeed.zero.Init.param_id = 0
     deepspeed.comm.init_distributed(dist_backend=world.backend, dist_init_required=False, verbose=False)
-
-
-def version() -> str:
-    """DeepSpeed's version."""
-    return str(deepspeed.__version__)
 
 
 def computes_fp16() -> bool:

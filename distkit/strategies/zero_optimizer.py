@@ -36,21 +36,26 @@ class Run:
 
     partition: Partition
     pieces: list[Piece]
-    parameter: nn.Parameter
+    parameter: torch.Tensor
 
     @property
     def offset(self) -> int:
         """Where it begins in the partition."""
-        return self.pieces[0].offset
+        return 0 if self.partition.swapped else self.pieces[0].offset
 
     @property
     def length(self) -> int:
         """From its first piece's begin to its last one's end, with what padding lies between."""
+        if self.partition.swapped:
+            return self.partition.numel
         return self.pieces[-1].offset + self.pieces[-1].length - self.offset
 
 
 class PartitionOptimizer(Optimizer):
     """What DeepSpeed takes for the optimizer. Its step is one step of the script's own over all partitions.
+
+    Partitions that lie on NVMe are in memory one after the other only, so each is stepped when DeepSpeed brings it in, and
+    is never cut: it is one run, whose parameter is DeepSpeed's own.
 
     The script's optimizer keeps its groups and hyper-parameters; the parameters in them become runs.
 
@@ -85,6 +90,11 @@ class PartitionOptimizer(Optimizer):
             if not partition.pieces:
                 continue
             known = [piece for piece in partition.pieces if id(piece.parameter) in before]
+            if known and partition.swapped:
+                raise UsageError(
+                    f"{type(own).__name__} had state before it was prepared, which can't be moved to NVMe",
+                    hint="prepare a new optimizer, and load its state from a checkpoint",
+                )
             parts = [[piece] for piece in partition.pieces] if known else [partition.pieces]
             for pieces in parts:
                 run = self._new_run(partition, pieces)
@@ -94,6 +104,8 @@ class PartitionOptimizer(Optimizer):
         self._fill_groups()
 
     def _new_run(self, partition: Partition, pieces: list[Piece]) -> Run:
+        if partition.swapped:
+            return Run(partition, pieces, partition.master)
         begin, end = pieces[0].offset, pieces[-1].offset + pieces[-1].length
         view = partition.master.detach()[begin:end]
         return Run(partition, pieces, nn.Parameter(view, requires_grad=True))
@@ -112,18 +124,37 @@ class PartitionOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Called by DeepSpeed for each partition in turn; the first call steps all of them."""
-        if self._stepped:
-            return
-        self._stepped = True
-        self.separate()
-        for run in self.runs:
+        """Called by DeepSpeed for each partition in turn; the first call steps all that are in memory."""
+        present = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        swapped = [run for run in self.runs if run.partition.swapped and id(run.parameter) in present]
+        if swapped:
+            self._step_swapped(swapped)
+        elif not self._stepped:
+            self._stepped = True
+            self.cut(lambda run, piece: id(piece.parameter) in self.used)
+            self._step([run for run in self.runs if not run.partition.swapped])
+
+    def _step(self, runs: Sequence[Run]) -> None:
+        """Step those that got a gradient; the optimizer leaves parameters without one alone."""
+        for run in runs:
             gradient = run.partition.gradient
             if gradient is not None and id(run.pieces[0].parameter) in self.used:
                 run.parameter.grad = gradient[run.offset : run.offset + run.length]
         self.own.step()
-        for run in self.runs:
+        for run in runs:
             run.parameter.grad = None
+
+    def _step_swapped(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            unused = sum(id(piece.parameter) not in self.used for piece in run.pieces)
+            if 0 < unused < len(run.pieces):
+                raise UsageError(
+                    f"{unused} of {len(run.pieces)} parameters whose optimizer states lie together on NVMe got no gradient, "
+                    "and can't be left out of the step",
+                    hint="--set engine.deepspeed.zero_optimization.offload_optimizer.device=cpu",
+                )
+        self._step(runs)
+        self.show_swapped_state()
 
     def active_gradients(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Pieces of parameters that got a gradient in this window, and that gradient."""
@@ -135,16 +166,23 @@ class PartitionOptimizer(Optimizer):
                 if id(piece.parameter) in self.used:
                     yield piece, gradient[piece.offset : piece.offset + piece.length]
 
-    def separate(self) -> None:
-        """Cut runs of which only some parameters got a gradient."""
-        self.cut(lambda run, piece: id(piece.parameter) in self.used)
+    def forget_state(self) -> None:
+        """Drop all state, before another is loaded."""
+        self.own.state.clear()
+        self.state.clear()
+
+    def show_swapped_state(self) -> None:
+        """Let DeepSpeed's swapper see state that was loaded for partitions on NVMe."""
+        for run in self.runs:
+            if run.partition.swapped and run.parameter in self.own.state:
+                self.state[run.parameter] = self.own.state[run.parameter]
 
     def cut(self, kind: Callable[[Run, Piece], Any]) -> None:
         """Cut runs between neighbours of a different kind; state goes along."""
         runs: list[Run] = []
         for run in self.runs:
             parts = [list(part) for _, part in groupby(run.pieces, key=lambda piece, run=run: kind(run, piece))]  # type: ignore[misc]
-            runs += [run] if len(parts) == 1 else self._cut(run, parts)
+            runs += [run] if len(parts) == 1 or run.partition.swapped else self._cut(run, parts)
         if len(runs) != len(self.runs):
             self.runs = runs
             self._fill_groups()

@@ -8,6 +8,7 @@ rank's share of a group (the master weights), and it is what the optimizer steps
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,6 +52,8 @@ class Partition:
         master: The weights that the optimizer steps, flat.
         pieces: What lies in it, in order.
         gradient: Of ``master``'s layout, between the end of a window and its step.
+        swapped: Whether master and optimizer state lie on NVMe, and are empty here but for :meth:`Layout.resident`.
+        numel: Elements of the master, padding included.
     """
 
     group: int
@@ -58,6 +61,8 @@ class Partition:
     master: torch.Tensor
     pieces: list[Piece]
     gradient: torch.Tensor | None = field(default=None)
+    swapped: bool = False
+    numel: int = 0
 
 
 class Layout(Protocol):
@@ -76,8 +81,14 @@ class Layout(Protocol):
     def forget_gradients(self) -> None:
         """As if no backward had run since the last step."""
 
+    def resident(self, partition: Partition, *, write: bool = False) -> AbstractContextManager[None]:
+        """While it is open master and optimizer state are in memory; with ``write`` they are written back."""
+
+    def master_changed(self, partition: Partition) -> None:
+        """Copy a resident master to the parameters that the model computes with."""
+
     def masters_changed(self) -> None:
-        """Copy masters to the parameters that the model computes with; called by all ranks."""
+        """All masters were copied; called by all ranks, to send round what the model holds whole."""
 
     def global_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Shape of the whole parameter."""
@@ -102,7 +113,7 @@ class FlatLayout:
     def __init__(self, zero: DeepSpeedZeroOptimizer) -> None:
         self.zero = zero
         self.partitions = [
-            Partition(index, index, master, list(self._pieces(index)))
+            Partition(index, index, master, list(self._pieces(index)), numel=master.numel())
             for index, master in enumerate(zero.single_partition_of_fp32_groups)
         ]
 
@@ -168,6 +179,13 @@ class FlatLayout:
         for partition in self.partitions:
             partition.gradient = None
 
+    def resident(self, partition: Partition, *, write: bool = False) -> AbstractContextManager[None]:
+        """See :class:`Layout`; they always are."""
+        return nullcontext()
+
+    def master_changed(self, partition: Partition) -> None:
+        """See :class:`Layout`; DeepSpeed copies all of them at once."""
+
     def masters_changed(self) -> None:
         """See :class:`Layout`."""
         self.zero.update_lp_params()
@@ -204,9 +222,22 @@ class SplitLayout:
     def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3) -> None:
         self.zero = zero
         self.partitions = [
-            Partition(zero.sub_group_to_group_id[index], index, master, list(self._pieces(index)))
+            Partition(
+                zero.sub_group_to_group_id[index],
+                index,
+                master,
+                list(self._pieces(index)),
+                swapped=zero._swappable_optimizer_subgroup(index),
+                numel=zero.fp16_partitioned_groups_flat_numel[index],
+            )
             for index, master in enumerate(zero.fp32_partitioned_groups_flat)
         ]
+        self._cut_again = False
+        # Gradients are scaled and stepped where they are reduced to, also under offload, so that DeepSpeed's second place
+        # for them (offload: 4 bytes an element on the host) and its unscaling are not needed.
+        zero.unscale_and_clip_grads = lambda sub_group_id, total_norm: None
+        for master in zero.fp32_partitioned_groups_flat:
+            master.grad = None
 
     def _pieces(self, index: int) -> Iterator[Piece]:
         offset = 0
@@ -231,14 +262,11 @@ class SplitLayout:
         zero = self.zero
         offset = 0
         for partition in self.partitions:
-            size = partition.master.numel()
-            if zero.offload_optimizer:
-                partition.gradient = partition.master.grad
-            else:
-                flat = zero.grad_partitions_flat_buffer.narrow(0, offset, size).to(partition.master.dtype)
+            flat = zero.grad_partitions_flat_buffer.narrow(0, offset, partition.numel).to(partition.master.dtype)
+            if not zero.offload_optimizer:
                 zero.averaged_gradients[partition.index] = [flat]
-                partition.gradient = flat
-            offset += size
+            partition.gradient = flat
+            offset += partition.numel
 
     def forget_gradients(self) -> None:
         """Zero the buffer too: the first backward of a window overwrites only what it reaches, and later ones add
@@ -263,14 +291,35 @@ class SplitLayout:
         for partition in self.partitions:
             partition.gradient = None
 
+    @contextmanager
+    def resident(self, partition: Partition, *, write: bool = False) -> Iterator[None]:
+        """See :class:`Layout`."""
+        zero, index = self.zero, partition.index
+        if not partition.swapped:
+            yield
+            return
+        zero._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield
+        finally:
+            if write:
+                zero._optimizer_states_and_gradient_swap_out(index)
+            else:
+                zero._release_swap_buffers(index)
+
+    def master_changed(self, partition: Partition) -> None:
+        """See :class:`Layout`."""
+        if not self._cut_again:
+            self.zero._partition_all_parameters()  # small ones are whole, and would keep their old values
+            self._cut_again = True
+        self.zero._reassign_or_swap_out_partitioned_parameters(partition.index)
+
     def masters_changed(self) -> None:
         """See :class:`Layout`; small parameters that stay whole are gathered anew, as after a step (``_post_step``)."""
-        zero = self.zero
-        zero._partition_all_parameters()
-        for partition in self.partitions:
-            zero._reassign_or_swap_out_partitioned_parameters(partition.index)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        self._cut_again = False
+        persistent = self.zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """See :class:`Layout`."""

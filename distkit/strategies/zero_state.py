@@ -7,7 +7,7 @@ checkpoint looks as if one process had written it, and any strategy at any world
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from distkit.errors import CheckpointError
 from distkit.state import OptimizerLayout, ReadShard, Region, Shard, clean_name, flat_regions
 from distkit.strategies.modules import group_name, named_buffers, parameter_names
 from distkit.strategies.zero_optimizer import Run
-from distkit.strategies.zero_partitions import Layout, Piece
+from distkit.strategies.zero_partitions import Layout, Partition, Piece
 
 if TYPE_CHECKING:
     from distkit.strategies.zero_units import Unit
@@ -29,28 +29,29 @@ __all__ = ["ZeroState"]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """One stretch of a parameter on this rank: its master weights, or its frozen values."""
-
-    start: int
-    values: torch.Tensor
-
-
-@dataclass
 class _Known:
-    """A parameter and all that is known of it."""
+    """A parameter: where it is stored, and which engine keeps it.
+
+    Args:
+        group: Its model's group.
+        name: As on disk.
+        shape: Of the whole.
+        parameter: The model's own.
+        layout: Of the engine that the model belongs to; None for a model that nothing trains.
+        stepped: Whether an optimizer steps it, so that its values are in masters.
+    """
 
     group: str
     name: str
     shape: tuple[int, ...]
     parameter: nn.Parameter
-    places: list[_Place] = field(default_factory=list)
-    replicated: bool = False
-    """Whether no partition holds it: every rank has all of it, and there is nothing else."""
-    readable: bool = False
-    """Whether the parameter itself is whole on every rank and exact."""
-    empty: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """No elements, of the stored dtype."""
+    layout: Layout | None
+    stepped: bool
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank has all of it, and there is nothing else."""
+        return not self.stepped and (self.layout is None or self.layout.keeps_whole)
 
 
 class ZeroState:
@@ -64,28 +65,46 @@ class ZeroState:
 
     def __init__(self, models: Sequence[nn.Module], units: Sequence[Unit], world: World) -> None:
         self.models, self.units, self.world = models, units, world
+        self.names = parameter_names(models)
+        self.entries = list(self._parameters())
+        self.homes: dict[int, list[_Known]] = {}
+        """Where a parameter is stored: once for each model that has it."""
+        for entry in self.entries:
+            self.homes.setdefault(id(entry.parameter), []).append(entry)
+
+    def _parameters(self) -> Iterator[_Known]:
+        layouts = {id(p): unit.layout for unit in self.units for p in unit.parameters()}
+        stepped = {id(p) for unit in self.units for p in unit.stepped}
+        for index, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                layout = layouts.get(id(parameter))
+                shape = layout.global_shape(parameter) if layout else tuple(parameter.shape)
+                group, clean = group_name("model", index), clean_name(name)
+                yield _Known(group, clean, shape, parameter, layout, id(parameter) in stepped)
 
     # -- out --------------------------------------------------------------------------------------------------------
 
     def shards(self) -> Iterator[Shard]:
         """This rank's share, each element of the state on exactly one rank."""
-        known = list(self._parameters())
-        for entry in known:
-            for place in entry.places:
-                yield from _boxes(entry.group, entry.name, "parameter", entry.shape, place.start, place.values)
-        yield from self._shared(known)
+        yield from self._shared()
+        for entry in self.entries:
+            if not entry.stepped and not entry.replicated and entry.layout is not None:
+                values, start = entry.layout.stretch(entry.parameter)
+                yield from _boxes(entry.group, entry.name, "parameter", entry.shape, start, values)
         for index, unit in enumerate(self.units):
-            yield from self._optimizer_shards(group_name("optimizer", index), unit)
+            for partition in unit.layout.partitions:
+                with unit.layout.resident(partition):
+                    yield from self._masters(partition)
+                    yield from self._optimizer_shards(group_name("optimizer", index), unit, partition)
 
     def layouts(self) -> list[OptimizerLayout]:
         """Groups, fields and values by parameter name; a collective, since each rank has state of its pieces only."""
         mine = []
         for unit in self.units:
-            names = self._names()
             fields: dict[str, list[str]] = {}
             values: dict[str, dict[str, Any]] = {}
             for run, piece, state in _states(unit):
-                name = names[id(piece.parameter)]
+                name = self.names[id(piece.parameter)]
                 fields[name] = [k if _elementwise(v, run) else f"{k}=" for k, v in state.items() if _is_tensor(v)]
                 values[name] = {k: v for k, v in state.items() if not _is_tensor(v)}
             mine.append({"fields": fields, "values": encode(values, {}, "optimizer values")})
@@ -93,7 +112,7 @@ class ZeroState:
         return [self._layout(unit, [rank[index] for rank in everyone]) for index, unit in enumerate(self.units)]
 
     def _layout(self, unit: Unit, parts: Iterable[Mapping[str, Any]]) -> OptimizerLayout:
-        shapes = {self._names()[id(p)]: unit.layout.global_shape(p) for p in unit.parameters()}
+        shapes = self._shapes(unit)
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
             for group, names in zip(unit.own.param_groups, unit.group_names, strict=True)
@@ -107,17 +126,24 @@ class ZeroState:
         order = [name for names in unit.group_names for name in names if name in fields]
         return OptimizerLayout(groups, {n: fields[n] for n in order}, {n: values.get(n, {}) for n in order})
 
-    def _optimizer_shards(self, group: str, unit: Unit) -> Iterator[Shard]:
-        names = self._names()
-        for run, piece, state in _states(unit):
-            name, shape = names[id(piece.parameter)], piece.shape
-            begin = piece.offset - run.offset
+    def _shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
+        return {self.names[id(p)]: self.homes[id(p)][0].shape for p in unit.stepped}
+
+    def _masters(self, partition: Partition) -> Iterator[Shard]:
+        for piece in partition.pieces:
+            values = _lasting(partition, _values(partition, piece))
+            for entry in self.homes[id(piece.parameter)]:
+                yield from _boxes(entry.group, entry.name, "parameter", entry.shape, piece.start, values)
+
+    def _optimizer_shards(self, group: str, unit: Unit, partition: Partition) -> Iterator[Shard]:
+        for run, piece, state in _states(unit, partition):
+            name, begin = self.names[id(piece.parameter)], piece.offset - run.offset
             for kind, value in state.items():
                 if not _is_tensor(value):
                     continue
                 if _elementwise(value, run):
-                    stretch = value.detach().view(-1)[begin : begin + piece.length]
-                    yield from _boxes(group, name, kind, shape, piece.start, stretch)
+                    stretch = _lasting(partition, value.detach()[begin : begin + piece.length])
+                    yield from _boxes(group, name, kind, piece.shape, piece.start, stretch)
                 elif value.dim():
                     raise CheckpointError(
                         f"{type(unit.own).__name__} keeps {kind} of the shape {tuple(value.shape)} for {run.length} "
@@ -127,9 +153,9 @@ class ZeroState:
                 elif piece.start == 0:
                     yield Shard(group, name, kind, (), Region((), ()), value.detach())
 
-    def _shared(self, known: Sequence[_Known]) -> Iterator[Shard]:
+    def _shared(self) -> Iterator[Shard]:
         """What every rank holds whole: buffers, and parameters outside of all partitions."""
-        tensors = [(e.group, e.name, "parameter", e.parameter.data) for e in known if e.replicated]
+        tensors = [(e.group, e.name, "parameter", e.parameter.data) for e in self.entries if e.replicated]
         for index, model in enumerate(self.models):
             tensors += [(group_name("model", index), name, "buffer", buffer) for name, buffer in named_buffers(model)]
         sizes = [((g, n, k), t.numel() * t.element_size()) for g, n, k, t in tensors]
@@ -144,121 +170,126 @@ class ZeroState:
 
         One parameter at a time travels, so no rank needs room for more than that besides rank 0's result.
         """
-        group = group_name("model", next(i for i, known in enumerate(self.models) if known is model))
+        places = {
+            id(piece.parameter): (unit.layout, partition, piece)
+            for unit in self.units
+            for partition in unit.layout.partitions
+            for piece in partition.pieces
+        }
+        dtypes = {id(p): unit.layout.partitions[0].master.dtype for unit in self.units for p in unit.stepped}
         values: dict[int, torch.Tensor] = {}
-        for entry in self._parameters():
-            if entry.group != group:
-                continue
-            whole = entry.parameter.data if entry.readable else self._gather(entry)
+        for parameter in model.parameters():
+            entry = self.homes[id(parameter)][0]
+            exact = parameter.dtype == dtypes.get(id(parameter), parameter.dtype)
+            if entry.replicated or (exact and entry.layout is not None and entry.layout.keeps_whole):
+                whole = parameter.data
+            else:
+                mine = self._stretch(entry, places.get(id(parameter)), dtypes.get(id(parameter)))
+                parts = self.world.all_gather(mine.to(self.world.device), axis="data")
+                whole = torch.cat(parts).view(entry.shape)
             if self.world.is_main:
-                values[id(entry.parameter)] = whole.detach().cpu().clone()
+                values[id(parameter)] = whole.detach().cpu().clone()
         if not self.world.is_main:
             return {}
-        parameters = {clean_name(n): values[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-        buffers = {name: buffer.detach().cpu().clone() for name, buffer in named_buffers(model)}
-        return {**parameters, **buffers}
+        named = {clean_name(n): values[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        return {**named, **{name: buffer.detach().cpu().clone() for name, buffer in named_buffers(model)}}
 
-    def _gather(self, entry: _Known) -> torch.Tensor:
-        mine = torch.cat([place.values for place in entry.places]) if entry.places else entry.empty
-        parts = self.world.all_gather(mine.to(self.world.device), axis="data")
-        return torch.cat(parts).view(entry.shape)
+    def _stretch(
+        self, entry: _Known, place: tuple[Layout, Partition, Piece] | None, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """This rank's exact values of a parameter that is cut over the ranks, flat."""
+        if place is not None:
+            layout, partition, piece = place
+            with layout.resident(partition):
+                return _lasting(partition, _values(partition, piece))
+        if entry.stepped or entry.layout is None:  # none of it lies on this rank
+            return torch.empty(0, dtype=dtype)
+        return entry.layout.stretch(entry.parameter)[0]
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load(self, read: ReadShard, layouts: Sequence[OptimizerLayout]) -> None:
         """Fill masters, parameters, buffers and optimizer states; reads what this rank needs."""
-        for entry in self._parameters():
+        for entry in self.entries:
             if entry.replicated:
                 entry.parameter.data.copy_(read(entry.group, entry.name, "parameter", Region.whole(entry.shape)))
-            for place in entry.places:
-                _fill(read, entry.group, entry.name, "parameter", entry.shape, place.start, place.values)
+            elif not entry.stepped and entry.layout is not None:
+                values, start = entry.layout.stretch(entry.parameter)
+                _fill(read, entry.group, entry.name, "parameter", entry.shape, start, values)
         for index, model in enumerate(self.models):
             for name, buffer in named_buffers(model):
                 buffer.copy_(read(group_name("model", index), name, "buffer", Region.whole(buffer.shape)))
         for index, (unit, layout) in enumerate(zip(self.units, layouts, strict=True)):
             self._load_optimizer(group_name("optimizer", index), unit, layout, read)
+            for partition in unit.layout.partitions:
+                with unit.layout.resident(partition, write=True):
+                    for piece in partition.pieces:
+                        entry = self.homes[id(piece.parameter)][0]
+                        values = _values(partition, piece)
+                        _fill(read, entry.group, entry.name, "parameter", entry.shape, piece.start, values)
+                    unit.layout.master_changed(partition)
             unit.layout.masters_changed()
 
     def _load_optimizer(self, group: str, unit: Unit, layout: OptimizerLayout, read: ReadShard) -> None:
         """Through the optimizer's own load_state_dict, which knows where each field belongs (a fused step: the device)."""
-        names = self._names()
-        scalar_kinds = _scalar_kinds(layout, {names[id(p)]: unit.layout.global_shape(p) for p in unit.stepped})
+        scalar_kinds = _scalar_kinds(layout, self._shapes(unit))
 
         def scalars(piece: Piece) -> dict[str, Any]:
-            name = names[id(piece.parameter)]
+            name = self.names[id(piece.parameter)]
             found = {k: read(group, name, k, Region((), ())) for k in layout.fields.get(name, {}) if k in scalar_kinds}
             return {**{k: v.clone() for k, v in found.items()}, **layout.values.get(name, {})}
 
         def kind_of_state(run: Run, piece: Piece) -> str:
             plain = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scalars(piece).items()}
-            return repr((sorted(layout.fields.get(names[id(piece.parameter)], {})), sorted(plain.items())))
+            return repr((sorted(layout.fields.get(self.names[id(piece.parameter)], {})), sorted(plain.items())))
 
-        unit.own.state.clear()
+        unit.partitioned.forget_state()
         unit.partitioned.cut(kind_of_state)
         position = {id(p): n for n, p in enumerate(p for g in unit.own.param_groups for p in g["params"])}
         state: dict[int, dict[str, Any]] = {}
         for run in unit.partitioned.runs:
+            if len({kind_of_state(run, piece) for piece in run.pieces}) > 1:
+                raise CheckpointError(
+                    "parameters whose optimizer states lie together on NVMe took part in different numbers of steps",
+                    hint="--set engine.deepspeed.zero_optimization.offload_optimizer.device=cpu",
+                )
             entry = scalars(run.pieces[0])
-            for kind in layout.fields.get(names[id(run.pieces[0].parameter)], {}):
+            for kind in layout.fields.get(self.names[id(run.pieces[0].parameter)], {}):
                 if kind not in scalar_kinds:
-                    entry[kind] = torch.zeros_like(run.parameter.data)
-                    self._fill_run(read, group, kind, unit, run, entry[kind])
+                    entry[kind] = torch.zeros(run.length, dtype=run.parameter.dtype, device=run.parameter.device)
+                    self._fill_run(read, group, kind, run, entry[kind])
             if entry:
                 state[position[id(run.parameter)]] = entry
         groups = []
         for saved, current in zip(layout.groups, unit.own.param_groups, strict=True):
             groups.append({**saved, "params": [position[id(p)] for p in current["params"]]})
         unit.own.load_state_dict({"state": state, "param_groups": groups})
+        unit.partitioned.show_swapped_state()
 
-    def _fill_run(self, read: ReadShard, group: str, kind: str, unit: Unit, run: Run, values: torch.Tensor) -> None:
-        names = self._names()
+    def _fill_run(self, read: ReadShard, group: str, kind: str, run: Run, values: torch.Tensor) -> None:
         for piece in run.pieces:
             begin = piece.offset - run.offset
-            name, shape = names[id(piece.parameter)], piece.shape
-            _fill(read, group, name, kind, shape, piece.start, values[begin : begin + piece.length])
-
-    # -- helpers ----------------------------------------------------------------------------------------------------
-
-    def _names(self) -> dict[int, str]:
-        return parameter_names(self.models)
-
-    def _parameters(self) -> Iterator[_Known]:
-        """Every parameter of every model, with this rank's stretches of it."""
-        places: dict[int, list[_Place]] = {}
-        masters: dict[int, torch.Tensor] = {}
-        layouts: dict[int, Layout] = {}
-        for unit in self.units:
-            for partition in unit.layout.partitions:
-                for piece in partition.pieces:
-                    values = partition.master.detach()[piece.offset : piece.offset + piece.length]
-                    places.setdefault(id(piece.parameter), []).append(_Place(piece.start, values))
-            layouts.update({id(p): unit.layout for p in unit.parameters()})
-            masters.update({id(p): unit.layout.partitions[0].master for p in unit.stepped})
-        for index, model in enumerate(self.models):
-            for name, parameter in model.named_parameters():
-                layout, master = layouts.get(id(parameter)), masters.get(id(parameter))
-                shape = layout.global_shape(parameter) if layout else tuple(parameter.shape)
-                entry = _Known(group_name("model", index), clean_name(name), shape, parameter)
-                if layout is not None and master is not None:
-                    entry.places = places.get(id(parameter), [])
-                    entry.readable = layout.keeps_whole and parameter.dtype == master.dtype
-                    entry.empty = master.detach()[:0]
-                elif layout is None or layout.keeps_whole:
-                    entry.replicated = entry.readable = True
-                else:
-                    values, start = layout.stretch(parameter)
-                    entry.places = [_Place(start, values)]
-                yield entry
+            stretch = values[begin : begin + piece.length]
+            _fill(read, group, self.names[id(piece.parameter)], kind, piece.shape, piece.start, stretch)
 
 
-def _states(unit: Unit) -> Iterator[tuple[Run, Piece, dict[str, Any]]]:
-    """The pieces whose parameters have optimizer state, in order."""
+def _states(unit: Unit, partition: Partition | None = None) -> Iterator[tuple[Run, Piece, dict[str, Any]]]:
+    """The pieces whose parameters have optimizer state, in order; those of one partition, or all."""
     for run in unit.partitioned.runs:
         state = unit.own.state.get(run.parameter)
-        if state:
+        if state and partition in (None, run.partition):
             for piece in run.pieces:
                 yield run, piece, state
+
+
+def _values(partition: Partition, piece: Piece) -> torch.Tensor:
+    return partition.master.detach()[piece.offset : piece.offset + piece.length]
+
+
+def _lasting(partition: Partition, values: torch.Tensor) -> torch.Tensor:
+    """Values that stay when a partition on NVMe gives its memory back."""
+    return values.clone() if partition.swapped else values
 
 
 def _is_tensor(value: Any) -> bool:
@@ -266,7 +297,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _elementwise(value: torch.Tensor, run: Run) -> bool:
-    return value.dim() == 1 and value.numel() == run.length
+    """Whether a field has one value an element; on NVMe it may be empty now."""
+    return value.dim() == 1 and (value.numel() == run.length or run.partition.swapped)
 
 
 def _scalar_kinds(layout: OptimizerLayout, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:

@@ -63,7 +63,7 @@ WAIT = """
 def test_two_jobs_at_once_and_a_pasted_dry_run(launch: Launch) -> None:
     """X1, X2: no port is shared, nothing listens beyond loopback, and the printed line does the same run."""
     launch.script(REDUCE)
-    launch.environ["CUDA_VISIBLE_DEVICES"] = "1,3"
+    launch.environ.update(CUDA_VISIBLE_DEVICES="1,3", PYTHONUNBUFFERED="1")  # each argument of print is a write
     words = ["-s", "ddp", "--nproc", "2", "--output", "all", "script.py", "a b", "--help"]
     other = launch.folder / "other"
     dry = launch.popen([*COMMAND, "--dry-run", "--run-dir", str(other), *words])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import textwrap
@@ -132,3 +133,26 @@ def test_lines_of_several_ranks_do_not_mix() -> None:
     assert written == ["[rank 1] ab\n", "[rank 1] c\n[rank 1] \n"]
     writer.close()
     assert written[-1] == "[rank 1] d\n"
+
+
+def test_lines_of_rank_0_stay_whole_but_progress_bars_move() -> None:
+    written: list[str] = []
+    writer = LineWriter(written.append, redraws=True)
+    for piece in ("a", " b\n", "\r 10%", "\r 50%", "\r100%\nc"):
+        writer.write(piece)
+    assert written == ["a b\n", "\r", " 10%\r", " 50%\r100%\n"]
+
+
+@pytest.mark.parametrize("output", ["main", "all"])
+def test_a_reader_behind_a_pipe_sees_each_line_at_once(worker: Worker, output: str) -> None:
+    (worker.folder / "script.py").write_text("import time\nprint('now', 'then')\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "distkit.launch.worker", "--run-dir", "run", "--output", output, "script.py"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(words, cwd=worker.folder, stdout=subprocess.PIPE, text=True, env=environ)
+    assert process.stdout is not None
+    try:
+        ready, _, _ = select.select([process.stdout], [], [], 30)
+        assert ready and process.stdout.readline() == "now then\n"
+    finally:
+        process.kill()
+        process.communicate()

@@ -65,7 +65,7 @@ def main(run_dir: str, how: str) -> None:
     from distkit.logs import RunLog
 
     if how == "tee":
-        output = redirect(Path(run_dir), 0, show=True, header="start")
+        output = redirect(Path(run_dir), 0, show=False, header="start")
     log = RunLog(load_config().config, Path(run_dir), is_main=True)
     log.start(20, 0)
     log.say("starting")

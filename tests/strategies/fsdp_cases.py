@@ -15,16 +15,26 @@ from tests.contract.models import TinyGPT, Tokens, groups, sample_losses
 
 
 class Awkward(TinyGPT):
-    """Parameters that split badly: a scalar, one row, three rows."""
+    """Parameters that split badly: a scalar (under two names), one row, three rows.
+
+    With `overflow` set, the gradient of the last of the three rows is infinite, and no other.
+    """
+
+    overflow = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale = nn.Parameter(torch.ones(()) * 1.2)
+        self.twin = nn.Module()
+        self.twin.scale = self.scale
         self.row = nn.Parameter(torch.randn(1, 32) * 0.1)
         self.three = nn.Parameter(torch.randn(3) * 0.1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) * self.scale + self.row * self.three.sum()
+        three = self.three.clone()
+        if self.overflow:
+            three.register_hook(lambda gradient: gradient + gradient.new_tensor([0.0, 0.0, float("inf")]))
+        return super().forward(tokens) * self.scale * self.twin.scale + self.row * three.sum()
 
 
 class Residual(nn.Module):
@@ -109,7 +119,7 @@ def train(
     Args:
         evaluate: Evaluate after each epoch and save, so that state is read after a forward without a backward.
         deferred: Build under trainer.init_model().
-        broken: A rank and which of its batches has an infinite loss, counted from 1.
+        broken: A rank and which of its batches has an infinite gradient, counted from 1.
     """
     trainer = trainer_of(strategy, run_dir, **(settings or {}))
     if deferred:
@@ -133,11 +143,10 @@ def train(
     seen = 0
     for _ in trainer.epochs(epochs):
         for item in loader:
-            loss = loss_of(net, item)
             seen += 1
-            if broken is not None and list(broken) == [trainer.world.rank, seen]:
-                loss = loss * float("inf")
-            trainer.step(loss)
+            if broken is not None:
+                trainer.unwrap(net).overflow = list(broken) == [trainer.world.rank, seen]
+            trainer.step(loss_of(net, item))
         if evaluate:
             evaluated.append(trainer.evaluate(net, DataLoader(Tokens(13), batch_size=3), loss_fn=loss_of)["loss"])
             trainer.save()
@@ -278,6 +287,24 @@ def teacher(strategy: str, run_dir: str) -> dict[str, Any]:
         total = sum(float(p.detach().double().pow(2).sum()) for p in teacher.parameters())
     trainer.close()
     return {"teacher": total, "log": read_log(run_dir)}
+
+
+def forgotten(strategy: str, run_dir: str, forget: bool) -> dict[str, Any]:
+    """A micro batch in mid-window whose gradients are thrown away."""
+    trainer = trainer_of(strategy, run_dir, **{"checkpoint.at_end": False})
+    net = Awkward()
+    net, opt, loader = trainer.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(Tokens(24), batch_size=12)
+    )
+    if forget:
+        item = {key: torch.stack([Tokens(4)[i][key] for i in range(4)]) for key in ("x", "y")}
+        trainer.strategy.set_gradient_sync(False)
+        trainer.strategy.backward(loss_of(net, item))
+        trainer.strategy.zero_grad(opt)
+    for item in loader:
+        trainer.step(loss_of(net, item))
+    trainer.close()
+    return {"log": read_log(run_dir)}
 
 
 def mesh(strategy: str, run_dir: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -176,14 +176,23 @@ def test_ranks_that_use_different_parameters(pool: Pool, single: Any, tmp_path: 
             assert result[name] == pytest.approx(values, abs=2e-5), name
 
 
-@pytest.mark.parametrize(("settings", "loss"), [({}, 1e-5), ({"precision": "bf16"}, 0.02)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("settings", "loss"), [({}, 1e-5), ({"precision": "bf16"}, 0.1)], ids=["fp32", "bf16"])
 def test_a_window_that_ends_unforeseen(
     pool: Pool, single: Any, tmp_path: Path, settings: dict[str, Any], loss: float
 ) -> None:
     """L4 without a prepared loader."""
     expected = single("unprepared_loader", settings=settings)
     result = pool.run(CASES + "unprepared_loader", 2, strategy="fsdp", run_dir=str(tmp_path), settings=settings)[0]
-    same_training({"log": result}, {"log": expected}, loss=loss, norm=10 * loss)
+    same_training({"log": result}, {"log": expected}, loss=loss, norm=loss)
+
+
+def test_gradients_can_be_forgotten_in_mid_window(pool: Pool, tmp_path: Path) -> None:
+    """Those that fully_shard keeps whole until the window ends, too."""
+    runs = [
+        pool.run(CASES + "forgotten", 2, strategy="fsdp", run_dir=str(tmp_path / str(forget)), forget=forget)[0]
+        for forget in (False, True)
+    ]
+    assert column(runs[1], "loss") == column(runs[0], "loss")
 
 
 def test_a_frozen_teacher_and_a_model_without_parameters(pool: Pool, single: Any, tmp_path: Path) -> None:
@@ -233,15 +242,14 @@ def test_precisions(pool: Pool, single: Any, tmp_path: Path, precision: str) -> 
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, tmp_path: Path) -> None:
-    """R2: the infinite gradient is another rank's, in a parameter that isn't split too."""
+    """R2: only rank 1 holds the element whose gradient is infinite."""
     arguments = {"model": "awkward", "settings": {"precision": "fp16"}, "epochs": 4, "broken": (1, 10)}
     result = pool.run(CASES + "train", 2, strategy="fsdp", run_dir=str(tmp_path), **arguments)[0]
     ddp = pool.run(CASES + "train", 2, strategy="ddp", run_dir=str(tmp_path / "ddp"), **arguments)[0]
     skipped = column(result, "skipped_steps")
     assert skipped == column(ddp, "skipped_steps")
     assert skipped[9] == skipped[8] + 1 and skipped[-1] == skipped[9]
-    assert column(result, "loss")[9] is None  # JSON has no infinity
-    assert column(result, "loss")[10:] == pytest.approx(column(ddp, "loss")[10:], rel=0.01)
+    assert column(result, "loss") == pytest.approx(column(ddp, "loss"), rel=0.01)
 
 
 def test_an_optimizer_that_dtensor_cannot_step(pool: Pool, tmp_path: Path) -> None:
@@ -252,9 +260,10 @@ def test_an_optimizer_that_dtensor_cannot_step(pool: Pool, tmp_path: Path) -> No
 @pytest.mark.parametrize("method", ["fp16", "bf16"])
 def test_compression_rounds_once(pool: Pool, single: Any, tmp_path: Path, method: str) -> None:
     settings = {"compress.method": method, "batch.accumulate": 3}
-    result = pool.run(CASES + "train", 2, strategy="fsdp", run_dir=str(tmp_path), settings=settings)[0]
-    assert column(result, "loss") == pytest.approx(column(single(), "loss"), abs=0.02)
-    assert column(result, "loss") != column(single(), "loss")
+    result = pool.run(CASES + "train", 2, strategy="fsdp", run_dir=str(tmp_path), settings=settings, optimizer="SGD")[0]
+    expected = single(optimizer="SGD")
+    same_training(result, expected, loss=0.01, norm=0.01)
+    assert column(result, "loss") != column(expected, "loss")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])

@@ -131,6 +131,8 @@ def test_fp16_compression_keeps_replicas_equal(pool: Pool, tmp_path: Path) -> No
     assert small[0]["sums"] == small[1]["sums"]
     assert column(small[0], "loss") != column(plain[0], "loss")
     assert column(small[0], "loss") == pytest.approx(column(plain[0], "loss"), abs=0.02)
+    # Adam is blind to a wrong divisor; the norm is not.
+    assert column(small[0], "grad_norm") == pytest.approx(column(plain[0], "grad_norm"), rel=0.01)
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(pool: Pool, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_deepspeeds_adam_on_the_host(pool: Pool, tmp_path: Path, optimizer: str)
     """The same losses as torch's, and a checkpoint that doesn't show which one stepped."""
     same = {"optimizer": optimizer}
     plain = pool.run(CASES + "trained", 2, run_dir=str(tmp_path / "a"), strategy="zero2", steps=6, **same)[0]
-    first = pool.run(CASES + "host_adam", 2, run_dir=str(tmp_path / "b"), strategy="zero2", timeout=280, **same)[0]
+    first = pool.run(CASES + "host_adam", 2, run_dir=str(tmp_path / "b"), strategy="zero2", timeout=600, **same)[0]
     assert (first["optimizer"], first["same_optimizer"]) == ("HostAdam", False)
     assert column(first, "loss") == pytest.approx(column(plain, "loss")[:4], abs=1e-5)
     source = str(tmp_path / "b" / "checkpoints" / "step-00000004")
@@ -224,3 +224,26 @@ def test_deepspeeds_adam_on_the_host(pool: Pool, tmp_path: Path, optimizer: str)
     again = pool.run(CASES + "host_adam", 2, run_dir=str(tmp_path / "d"), strategy="zero3", source=source, **same)[0]
     for result in (torchs, again):
         assert column(result, "loss") == pytest.approx(column(plain, "loss")[4:], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_optimizer_states_on_nvme(pool: Pool, tmp_path: Path) -> None:
+    """The same numbers as in host memory, and checkpoints that move to one process and back bit for bit."""
+    same: dict[str, Any] = {"function": CASES + "on_nvme", "timeout": 600}
+    disk = str(tmp_path / "disk")
+    host = pool.run(processes=2, run_dir=str(tmp_path / "a"), strategy="zero3", disk="host", steps=6, **same)[0]
+    first = pool.run(processes=2, run_dir=str(tmp_path / "b"), strategy="zero3", disk=disk, steps=4, **same)[0]
+    assert first["swapped"] > 0 and host["swapped"] == 0
+    for name in ("loss", "grad_norm"):
+        assert column(first, name) == column(host, name)[:4]
+    same["source"] = str(tmp_path / "b" / "checkpoints" / "step-00000004")
+    single = pool.run(processes=1, run_dir=str(tmp_path / "c"), strategy="single", disk="", steps=6, **same)[0]
+    assert column(single, "loss") == pytest.approx(column(host, "loss")[4:], rel=1e-5)
+    again = pool.run(processes=2, run_dir=str(tmp_path / "d"), strategy="zero3", disk=disk, steps=6, **same)[0]
+    assert column(again, "loss") == column(host, "loss")[4:]
+    moved = pool.run(processes=2, run_dir=str(tmp_path / "e"), strategy="zero3", disk=disk, steps=4, **same)[0]
+    assert moved["model"] == first["model"]
+
+
+def test_a_lock_of_a_killed_compilation_holds_up_nobody(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(CASES + "stale_batons", 1, folder=str(tmp_path))[0] == [False, True]

@@ -119,6 +119,18 @@ def test_offload() -> None:
         )
 
 
+def test_pure_bf16_is_not_offloaded() -> None:
+    config = load_config(script={"strategy": "zero2", "precision": "bf16-pure", "memory.offload": "optimizer"}).config
+    with pytest.raises(ConfigError, match="precision=bf16-pure and memory.offload=optimizer"):
+        strategy_class("zero2").check(config, processes=2)
+
+
+def test_nvme_is_passed_on() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 5}
+    found = made(3, memory__offload="optimizer", engine__deepspeed={"zero_optimization": {"offload_optimizer": nvme}})
+    assert found["zero_optimization"]["offload_optimizer"] == {**nvme, "pin_memory": True}
+
+
 def test_buckets_follow_the_model() -> None:
     config = load_config(script={"strategy": "zero3"}).config
     sizes = [
@@ -176,6 +188,24 @@ def test_anything_else_is_passed_on() -> None:
             {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
             "offload_optimizer.device=none contradicts memory.offload=optimizer",
             "memory.offload=none",
+        ),
+        (
+            {"memory.offload": "optimizer"},
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+            "ZeRO stage 2 keeps them in host memory",
+            "--strategy zero3",
+        ),
+        (
+            {"strategy": "zero3", "memory.offload": "optimizer"},
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.device=nvme was set, but not where",
+            "nvme_path=",
+        ),
+        (
+            {"strategy": "zero3", "memory.offload": "params"},
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+            "only optimizer states and masters",
+            "device=cpu",
         ),
         (
             {"compress.method": "bf16"},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import distkit
 from distkit.state import Region
-from tests.contract.cases import digests, read_log
+from tests.contract.cases import checkpoint_digest, digests, read_log
 from tests.contract.models import TinyGPT, Tokens, groups, sample_losses
 
 
@@ -53,6 +56,7 @@ def trained(
         "model": digests({name: t.float() for name, t in state.items()}),
         "dtypes": sorted({str(t.dtype) for t in state.values()}),
         "runs": len(unit.partitioned.runs) if unit else 0,
+        "swapped": sum(p.swapped for p in unit.layout.partitions) if unit else 0,
     }
     trainer.close()
     return {**result, "log": read_log(run_dir)}
@@ -339,3 +343,37 @@ def host_adam(run_dir: str, strategy: str, *, source: str | None = None, optimiz
     if source is not None:
         settings["checkpoint.resume"] = source
     return trained(run_dir, strategy, settings=settings, optimizer=optimizer, steps=4 if source is None else 6)
+
+
+def on_nvme(run_dir: str, strategy: str, disk: str, *, source: str | None = None, steps: int = 4) -> dict[str, Any]:
+    """Optimizer states in a folder, in host memory ("host") or where they are (""). Wide enough that partitions are worth
+    swapping (1 MiB)."""
+    settings: dict[str, Any] = {"checkpoint.at_end": True, "optim.clip_norm": 0.5}
+    if disk:
+        nvme = {"device": "nvme", "nvme_path": disk, "buffer_count": 5}
+        zero = {"offload_optimizer": {"device": "cpu"} if disk == "host" else nvme}
+        settings |= {"memory.offload": "optimizer", "engine.deepspeed": {"zero_optimization": zero}}
+    if source is not None:
+        settings["checkpoint.resume"] = source
+    result = trained(run_dir, strategy, settings=settings, steps=steps, model={"width": 256})
+    return {**result, "shards": checkpoint_digest(run_dir)}
+
+
+def stale_batons(folder: str) -> list[bool]:
+    """Whether torch's lock file is still there: left by a dead process, and held by a live one."""
+    from distkit.strategies.zero_compile import BATON, _alone
+
+    found = []
+    baton = Path(folder) / BATON
+    holder = f"import os, sys; os.open({str(baton)!r}, os.O_CREAT | os.O_EXCL); print(flush=True); sys.stdin.read()"
+    for kill in (True, False):
+        with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            if kill:
+                process.kill()
+                process.wait()
+            with _alone(Path(folder)):
+                found.append(baton.exists())
+            process.kill()
+    return found
