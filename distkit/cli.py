@@ -146,7 +146,7 @@ def strategies(as_json: AsJson = False) -> None:
       distkit strategies
       distkit strategies --json
     """
-    from distkit.strategies.registry import strategy_names
+    from distkit.strategies.registry import RESOLVED, strategy_names
 
     records = [_strategy_record(name) for name in strategy_names()]
     if as_json:
@@ -157,6 +157,8 @@ def strategies(as_json: AsJson = False) -> None:
     for record in records:
         if not record["installed"]:  # not in the table, which would break the line that is to be copied
             sys.stdout.write(f"{record['name']} is not installed: {record['install']}\n")
+    for name, meaning in RESOLVED.items():
+        sys.stdout.write(f"{name}: {meaning}\n")
 
 
 def _engine_config(loaded: LoadedConfig, engine: str, processes: int | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from distkit.config import Config
@@ -54,11 +54,13 @@ def start_lines(
     loader: PreparedLoader | None,
     scaling: Scaling | None,
     stepper: Stepper,
+    notes: Sequence[str] = (),
 ) -> Iterator[str]:
     """What runs, on what, with which batch and learning rate: one line each."""
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes} nodes"
     processes = "1 process" if world.size == 1 else f"{world.size} processes"
     yield f"{config.strategy}: {processes} on {nodes}, {world.device.type}, {config.precision}, seed {config.seed}"
+    yield from notes
     yield from strategy.notes()
     if loader is not None:
         yield from loader.notes

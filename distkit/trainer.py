@@ -374,7 +374,8 @@ class Trainer:
         torch.manual_seed(mix_seed(self.config.seed, self.world.data.rank))
         total = self._progress.total_steps(loader, self.config.max_steps)
         self._log.start(total, self._progress.step)
-        for line in start_lines(self.config, self.strategy, self.world, loader, scaling, self._stepper):
+        notes = self._loaded.notes
+        for line in start_lines(self.config, self.strategy, self.world, loader, scaling, self._stepper, notes):
             self._log.say(line)
         if resumed is not None:
             self._log.say(resumed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distkit.config.accelerate_meaning import Translation, translate
 from distkit.config.checks import check_config, check_values, unknown_key
 from distkit.config.schema import Config, keys
 from distkit.errors import ConfigError
@@ -21,10 +22,20 @@ class LoadedConfig:
     Args:
         config: The settings.
         origins: For each dotted key: ``default``, ``script``, the file's path, or ``launch line``.
+        accelerate: What a configuration of Accelerate was read as, where ``strategy`` was set to accelerate.
     """
 
     config: Config
     origins: dict[str, str] = field(default_factory=dict)
+    accelerate: Translation | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of where settings come from."""
+        if self.accelerate is None:
+            return []
+        first = f"settings from {self.accelerate.origin}: `distkit config show` with the same options prints them"
+        return [first, *self.accelerate.notes]
 
     def flat(self) -> dict[str, Any]:
         """All settings with dotted names (``engine.*`` sections whole)."""
@@ -48,10 +59,10 @@ def load_config(
 
     Raises:
         ConfigError: An unknown key (naming the nearest), a value of a wrong type or out of range, a contradiction.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
+    With ``strategy: accelerate`` the settings that its configuration means come between the defaults and the script's
+    arguments, so that anything can be set otherwise.
+    """
     sources: list[tuple[str, dict[str, Any]]] = []
     if isinstance(script, str | Path):
         if arguments:
@@ -62,6 +73,24 @@ def load_config(
     if file is not None:
         sources.append((str(file), read_file(file)))
     sources.append(("launch line", dict(parse_override(text) for text in overrides)))
+
+    accelerate = None
+    strategy = next((values["strategy"] for _, values in reversed(sources) if "strategy" in values), None)
+    if strategy == "accelerate":
+        accelerate = translate(_merge(sources)[0].engine.accelerate)
+        sources = [(origin, {k: v for k, v in values.items() if k != "strategy"}) for origin, values in sources]
+        sources.insert(0, (accelerate.origin, accelerate.settings))
+    config, origins = _merge(sources)
+    loaded = LoadedConfig(config, origins, accelerate)
+    check_values(loaded.flat(), origins)
+    check_config(config, origins)
+    return loaded
+
+
+def _merge(sources: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[Config, dict[str, str]]:
+    """Later sources win; and which one each value is from."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     merged = OmegaConf.structured(Config)
     origins = {key.name: "default" for key in keys()}
@@ -75,10 +104,7 @@ def load_config(
             origins["parallel.tensor_layout" if name.startswith("parallel.tensor_layout") else owner] = origin
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
-    loaded = LoadedConfig(config, origins)
-    check_values(loaded.flat(), origins)
-    check_config(config, origins)
-    return loaded
+    return config, origins
 
 
 def read_file(path: str | Path) -> dict[str, Any]:

@@ -189,7 +189,9 @@ class EngineConfig:
     deepspeed: dict[str, Any] = _key({}, "DeepSpeed's own JSON.")
     horovod: dict[str, Any] = _key({}, "Settings of Horovod.")
     megatron: dict[str, Any] = _key({}, "Settings of megatron-core.")
-    accelerate: dict[str, Any] = _key({}, "Arguments of Accelerator, or config_file.")
+    accelerate: dict[str, Any] = _key(
+        {}, "With strategy accelerate: config_file, and arguments of Accelerator, which win over it."
+    )
     compile: dict[str, Any] = _key({}, "Arguments of torch.compile.")
 
 
@@ -199,7 +201,7 @@ class Config:
 
     strategy: str = _key(
         "single",
-        "Which way of training; `distkit strategies` lists them. Where several processes were started and none was named: ddp.",
+        "Which way of training; `distkit strategies` lists them, accelerate takes one from a configuration of Accelerate. Where several processes were started and none was named: ddp.",
     )
     name: str | None = _key(None, "Name of the run; null is the script's name.")
     run_dir: str | None = _key(None, "Folder of the run; null is runs/<name>-<time>.")

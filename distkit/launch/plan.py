@@ -259,6 +259,7 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     given = _overrides(options)
     config_file = None if options.config is None else str(machine.directory / options.config)
     loaded = load_config(file=config_file, overrides=given)
+    options = _launched_by_accelerate(options, loaded)
     strategy = loaded.config.strategy if loaded.origins["strategy"] != "default" else None
     nproc, notes = _processes(options, loaded, strategy, machine)
     if launcher not in EXTERNAL:
@@ -271,6 +272,9 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     )
     timeouts = loaded.config.timeouts
     environment = {VARIABLE: settings.to_json(), **_environment(machine, options.nnodes, nproc)}
+    gpus = loaded.accelerate.launch.gpus if loaded.accelerate and loaded.accelerate.launch else None
+    if gpus is not None and "CUDA_VISIBLE_DEVICES" not in machine.environ:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
     if launcher in EXTERNAL:
         external = external_command(
             options,
@@ -355,6 +359,24 @@ def _overrides(options: LaunchOptions) -> list[str]:
     if options.run_dir is not None:
         overrides.append(f"run_dir={_yaml_text(options.run_dir)}")
     return overrides
+
+
+def _launched_by_accelerate(options: LaunchOptions, loaded: LoadedConfig) -> LaunchOptions:
+    """Numbers of processes and nodes from Accelerate's configuration, where the launch line doesn't say them."""
+    launch = loaded.accelerate.launch if loaded.accelerate is not None else None
+    if launch is None:
+        return options
+    if options.nproc == "auto" and launch.nproc is not None:
+        options = replace(options, nproc=str(launch.nproc))
+    if options.nnodes == 1 and options.node_rank is None and launch.nnodes > 1:
+        options = replace(
+            options,
+            nnodes=launch.nnodes,
+            node_rank=launch.node_rank,
+            master_addr=options.master_addr or launch.address,
+            master_port=options.master_port or launch.port,
+        )
+    return options
 
 
 def _processes(

@@ -13,7 +13,7 @@ from distkit.errors import ConfigError, StrategyUnavailable
 if TYPE_CHECKING:
     from distkit.strategies.base import Strategy
 
-__all__ = ["BUILT_IN", "strategy_class", "strategy_names"]
+__all__ = ["BUILT_IN", "RESOLVED", "strategy_class", "strategy_names"]
 
 BUILT_IN = {
     "single": "distkit.strategies.single:SingleStrategy",
@@ -27,6 +27,11 @@ BUILT_IN = {
     "zero3": "distkit.strategies.zero:Zero3Strategy",
 }
 """One line a strategy, in the order in which the documentation lists them."""
+
+RESOLVED = {
+    "accelerate": "one of these, with its settings, as a configuration of Hugging Face Accelerate says",
+}
+"""Values of ``strategy`` that stand for another one; :func:`distkit.config.load_config` finds out for which."""
 
 ENTRY_POINTS = "distkit.strategies"
 """Packages add strategies of their own under this entry point group: ``name = "package.module:Class"``."""
@@ -58,9 +63,10 @@ def strategy_class(name: str) -> type[Strategy]:
         return found
     point = _outside().get(name)
     if point is None:
-        close = nearest(name, strategy_names())
+        known = [*strategy_names(), *RESOLVED]
+        close = nearest(name, known)
         raise ConfigError(
-            f"strategy was set to {name!r}; there are: {', '.join(strategy_names())}",
+            f"strategy was set to {name!r}; there are: {', '.join(known)}",
             hint=f"--strategy {close}" if close else "distkit strategies   says what each is for",
         )
     try:
