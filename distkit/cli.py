@@ -137,9 +137,9 @@ def schema(as_json: AsJson = False) -> None:
         sys.stdout.write(schema_yaml())
 
 
-@app.command(short_help="What each strategy can do, and whether it works here.")
+@app.command(short_help="What each strategy can do, and whether its engine is installed.")
 def strategies(as_json: AsJson = False) -> None:
-    """What each strategy does, what it can do, and whether it can be used here.
+    """What each strategy does, what it can do, and whether its engine is installed.
 
     \b
     Examples:

@@ -63,6 +63,7 @@ class Trainer:
         launch = LaunchSettings.from_env()
         self._loaded = load_config(script=config, arguments=settings, file=launch.config, overrides=launch.overrides)
         self.config = self._loaded.config
+        self._launched = launch.launcher is not None
         environment = detect_environment()
         if environment.size > 1 and self._loaded.origins["strategy"] == "default":
             self.config.strategy = "ddp"
@@ -374,7 +375,9 @@ class Trainer:
         torch.manual_seed(mix_seed(self.config.seed, self.world.data.rank))
         total = self._progress.total_steps(loader, self.config.max_steps)
         self._log.start(total, self._progress.step)
-        notes = self._loaded.notes
+        notes = [*self._loaded.notes]
+        if not self._launched:  # distkit-run has said it
+            notes.append(f"run folder {self.run_dir}")
         for line in start_lines(self.config, self.strategy, self.world, loader, scaling, self._stepper, notes):
             self._log.say(line)
         if resumed is not None:

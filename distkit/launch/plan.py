@@ -46,6 +46,9 @@ __all__ = ["HostPlan", "LaunchOptions", "LaunchPlan", "Machine", "build_plan"]
 
 LAUNCHERS = ("torchrun", *EXTERNAL)
 
+OPTIONS_BEFORE_SCRIPT = ("-s", "--strategy", "--set", "--nproc", "--nnodes", "--run-dir", "--launcher", "--dry-run")
+"""Those that people put in the wrong place."""
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -262,6 +265,7 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     options = _launched_by_accelerate(options, loaded)
     strategy = loaded.config.strategy if loaded.origins["strategy"] != "default" else None
     nproc, notes = _processes(options, loaded, strategy, machine)
+    notes += _misplaced(options)
     if launcher not in EXTERNAL:
         _check_nodes(options, loaded)
     name = run_name(loaded.config.name, target, module=options.module)
@@ -361,6 +365,15 @@ def _overrides(options: LaunchOptions) -> list[str]:
     return overrides
 
 
+def _misplaced(options: LaunchOptions) -> list[str]:
+    """A note on words after the script that look like options of distkit-run: a script may have such ones itself."""
+    words = [word.partition("=")[0] for word in options.arguments]
+    ours = sorted({word for word in words if word in OPTIONS_BEFORE_SCRIPT})
+    if not ours:
+        return []
+    return [f"{', '.join(ours)} stands after the script, so the script gets it; options of distkit-run stand before it"]
+
+
 def _launched_by_accelerate(options: LaunchOptions, loaded: LoadedConfig) -> LaunchOptions:
     """Numbers of processes and nodes from Accelerate's configuration, where the launch line doesn't say them."""
     launch = loaded.accelerate.launch if loaded.accelerate is not None else None
@@ -385,7 +398,8 @@ def _processes(
     """Processes on each node, checked against the strategy; and a note where that needs one."""
     from distkit.strategies.registry import strategy_class
 
-    found = None if strategy is None else strategy_class(strategy)
+    several = options.nnodes > 1 or options.nproc not in ("auto", "1")
+    found = None if strategy is None else strategy_class(strategy, several=several)
     notes: list[str] = []
     if options.nproc == "auto":
         nproc = _automatic(found, loaded, machine, notes)

@@ -47,11 +47,12 @@ def strategy_names() -> list[str]:
     return [*BUILT_IN, *(name for name in sorted(_outside()) if name not in BUILT_IN)]
 
 
-def strategy_class(name: str) -> type[Strategy]:
+def strategy_class(name: str, *, several: bool = False) -> type[Strategy]:
     """The class behind a name.
 
     Args:
         name: As in the config key ``strategy``.
+        several: Whether several processes were asked for, so that a mistyped name isn't taken for one of one process.
 
     Raises:
         ConfigError: There is no such strategy; names the nearest.
@@ -64,7 +65,8 @@ def strategy_class(name: str) -> type[Strategy]:
     point = _outside().get(name)
     if point is None:
         known = [*strategy_names(), *RESOLVED]
-        close = nearest(name, known)
+        fitting = [n for n in known if n in _outside() or n in RESOLVED or _takes_several(n)] if several else known
+        close = nearest(name, fitting)
         raise ConfigError(
             f"strategy was set to {name!r}; there are: {', '.join(known)}",
             hint=f"--strategy {close}" if close else "distkit strategies   says what each is for",
@@ -77,3 +79,7 @@ def strategy_class(name: str) -> type[Strategy]:
             hint=f"pip install {point.dist.name if point.dist else point.module.partition('.')[0]}",
         ) from error
     return loaded
+
+
+def _takes_several(name: str) -> bool:
+    return strategy_class(name).capabilities.processes == "many"

@@ -27,7 +27,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from venv_of_checkout import ROOT, use_venv
+
 CASES = ("plain", "accumulate", "weights")
 BATCH = 16
 
@@ -47,6 +48,7 @@ class Row:
 
 
 def main() -> int:
+    use_venv()
     arguments = parse_arguments()
     if arguments.train is not None:
         train(arguments.train, arguments.layers, arguments.width)

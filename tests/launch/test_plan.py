@@ -123,6 +123,35 @@ def test_nproc_auto(machine: Machine) -> None:
         plan(gpus, strategy="ddp", nproc="5")
 
 
+def test_options_after_the_script_are_noted(machine: Machine) -> None:
+    (note,) = plan(machine, arguments=("--lr", "1", "--nproc=2", "-s")).notes
+    assert note.startswith("--nproc, -s stands after the script")
+    assert plan(machine, arguments=("--lr", "1")).notes == ()
+
+
+def test_a_mistyped_strategy_of_several_processes(machine: Machine) -> None:
+    for nproc, wanted in (("1", "dp"), ("2", "ddp")):
+        with pytest.raises(ConfigError) as error:
+            plan(machine, strategy="dpp", nproc=nproc)
+        assert error.value.hint == f"--strategy {wanted}"
+
+
+def test_accelerates_file_says_how_many_and_where(machine: Machine) -> None:
+    """Unless the launch line does."""
+    file = machine.directory / "accelerate.yaml"
+    file.write_text(
+        "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_GPU, num_processes: 8, num_machines: 2, "
+        "machine_rank: 1, main_process_ip: host0, main_process_port: 1234, gpu_ids: '0,1,2,3'}"
+    )
+    settings = {"strategy": "accelerate", "overrides": (f"engine.accelerate.config_file={file}",), "run_dir": "run"}
+    made = plan(machine, **settings)
+    assert (made.strategy, made.nnodes, made.nproc) == ("ddp", 2, 4)
+    assert "meeting at host0:1234" in made.notes[-1] and "node 1" in made.notes[-1]
+    assert made.hosts[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    mine = plan(machine, **settings, nproc="2", nnodes=3, node_rank=0, master_addr="here")
+    assert (mine.nnodes, mine.nproc) == (3, 2) and "meeting at here" in mine.notes[-1]
+
+
 def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distkit.launch.hardware._NVIDIA_DRIVER", tmp_path)
     for name in ("a", "b", "c", "d"):

@@ -93,6 +93,10 @@ def test_unknown_strategies_name_the_nearest() -> None:
     """X9."""
     with pytest.raises(ConfigError, match="--strategy ddp"):
         strategy_class("ddpp")
+    with pytest.raises(ConfigError, match="--strategy dp"):
+        strategy_class("dpp")
+    with pytest.raises(ConfigError, match="--strategy ddp"):
+        strategy_class("dpp", several=True)
 
 
 def test_strategies_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,7 @@ def test_buffers_are_rank_0s_where_they_are_read(pool: Pool, tmp_path: Path, str
     assert b["after"] == a["after"] == a["raw"]
 
 
+@pytest.mark.timeout(900)  # an operator is compiled once
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam"])
 def test_deepspeeds_adam_on_the_host(pool: Pool, tmp_path: Path, optimizer: str) -> None:
@@ -226,6 +227,7 @@ def test_deepspeeds_adam_on_the_host(pool: Pool, tmp_path: Path, optimizer: str)
         assert column(result, "loss") == pytest.approx(column(plain, "loss")[4:], abs=1e-5)
 
 
+@pytest.mark.timeout(900)  # an operator is compiled once
 @pytest.mark.slow
 def test_optimizer_states_on_nvme(pool: Pool, tmp_path: Path) -> None:
     """The same numbers as in host memory, and checkpoints that move to one process and back bit for bit."""
