@@ -62,6 +62,7 @@ def distkit(
       distkit strategies
       distkit config show -c config.yaml --set optim.clip_norm=1
       distkit config schema > config.yaml
+      distkit doctor
     """
 
 
@@ -159,6 +160,60 @@ def strategies(as_json: AsJson = False) -> None:
             sys.stdout.write(f"{record['name']} is not installed: {record['install']}\n")
     for name, meaning in RESOLVED.items():
         sys.stdout.write(f"{name}: {meaning}\n")
+
+
+@app.command(short_help="What this machine has for training; --install builds what pip can't.")
+def doctor(
+    install: Annotated[
+        str | None, typer.Option("--install", metavar="ENGINE", help="Build and install it here: horovod.")
+    ] = None,
+    mpi: Annotated[str, typer.Option("--mpi", metavar="auto|yes|no", help="Horovod with MPI beside Gloo.")] = "auto",
+    nccl: Annotated[str, typer.Option("--nccl", metavar="auto|yes|no", help="Horovod for GPU tensors.")] = "auto",
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build even if a wheel is kept from before.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look at what this machine has for training, and how to get what is missing.
+
+    \b
+    Examples:
+      distkit doctor
+      distkit doctor --install horovod
+      distkit doctor --install horovod --mpi no --rebuild
+    """
+    if install is not None:
+        _install(install, mpi, nccl, rebuild)
+        return
+    from distkit.doctor.report import examine
+
+    findings = list(examine())
+    if as_json:
+        print_json([finding.as_dict() for finding in findings])
+        return
+    rows = [(finding.what, finding.found or "not found") for finding in findings]
+    print_table(("what", "found"), rows, dim=[not finding.found for finding in findings])
+    for finding in findings:
+        if not finding.found:
+            sys.stdout.write(f"{finding.what} is missing: {finding.mend}\n")
+
+
+def _install(engine: str, mpi: str, nccl: str, rebuild: bool) -> None:
+    from distkit.doctor.horovod_build import BuildOptions, install_horovod
+    from distkit.errors import ConfigError
+
+    if engine != "horovod":
+        raise ConfigError(
+            f"--install was given {engine!r}; what is built here is horovod, other engines come by pip",
+            hint="distkit doctor --install horovod   or pip install 'distkit[deepspeed]'",
+        )
+    for option, value in (("--mpi", mpi), ("--nccl", nccl)):
+        if value not in ("auto", "yes", "no"):
+            raise ConfigError(f"{option} was set to {value!r}; valid: auto, yes, no", hint=f"{option} auto")
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"distkit doctor: {line}\n")
+        sys.stderr.flush()
+
+    say(install_horovod(BuildOptions(mpi=mpi, nccl=nccl, rebuild=rebuild), say))
 
 
 def _engine_config(loaded: LoadedConfig, engine: str, processes: int | None) -> dict[str, Any]:

@@ -154,3 +154,29 @@ def test_an_engine_that_is_not_installed_is_shown_with_its_install_line(
     assert status == 0
     assert json.loads(out)["config"]["strategy"] == "missing"
     assert "Hint: pip install no-such-engine" in err
+
+
+def test_doctor(distkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {item["what"]: item for item in json.loads(distkit("doctor", "--json")[1])}
+    assert found["torch"]["found"] and found["deepspeed"]["found"] and found["mpirun"]["found"].startswith("openmpi")
+    monkeypatch.setenv("PATH", "")
+    status, out, _ = distkit("doctor")
+    assert status == 0 and "mpirun is missing: apt-get install openmpi-bin" in out
+
+
+def test_doctor_installs_horovod(distkit: Any) -> None:
+    """It is there already: the test command builds it."""
+    status, _, err = distkit("doctor", "--install", "horovod")
+    assert status == 0 and "distkit doctor: horovod 0.28.1" in err and "is installed" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--install", "deepspeed"), "--install was given 'deepspeed'"),
+        (("--install", "horovod", "--mpi", "maybe"), "--mpi was set to 'maybe'; valid: auto, yes, no"),
+    ],
+)
+def test_doctor_refuses(distkit: Any, words: tuple[str, ...], message: str) -> None:
+    status, _, err = distkit("doctor", *words)
+    assert status == 2 and message in err and "Hint:" in err

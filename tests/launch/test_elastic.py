@@ -122,7 +122,6 @@ def test_the_plan_of_an_elastic_run(machine) -> None:  # type: ignore[no-untyped
 # -- whole runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.elastic
 @pytest.mark.slow
 @needs_horovod
 def test_a_killed_worker_and_no_sample_is_lost_or_read_twice(launch: Launch, single: Path) -> None:
@@ -150,7 +149,6 @@ def test_a_killed_worker_and_no_sample_is_lost_or_read_twice(launch: Launch, sin
     assert not launch.left()
 
 
-@pytest.mark.elastic
 @pytest.mark.slow
 @needs_horovod
 def test_a_host_that_comes_is_taken_in(launch: Launch, single: Path) -> None:
@@ -175,7 +173,6 @@ def test_a_host_that_comes_is_taken_in(launch: Launch, single: Path) -> None:
     assert losses(launch.run_dir) == pytest.approx(losses(single), abs=1e-5)
 
 
-@pytest.mark.elastic
 @pytest.mark.slow
 @needs_mpi
 @needs_horovod
@@ -192,7 +189,6 @@ def test_restarts_on_the_same_host_with_mpirun(launch: Launch, single: Path) -> 
     assert losses(launch.run_dir) == pytest.approx(losses(single), abs=1e-5)
 
 
-@pytest.mark.elastic
 @needs_horovod
 def test_restarts_run_out(launch: Launch) -> None:
     """The last attempt's traceback is the last thing on the screen."""
@@ -202,7 +198,6 @@ def test_restarts_run_out(launch: Launch) -> None:
     assert "ValueError: attempt 0" in done.stderr and done.stderr.endswith("ValueError: attempt 1\n")
 
 
-@pytest.mark.elastic
 @needs_horovod
 def test_a_signal_ends_all_attempts(launch: Launch) -> None:
     launch.script("open('up', 'w').write('x')\nimport time\ntime.sleep(100)")
