@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distkit.checkpoint_cli import checkpoint_app
 from distkit.commandline import print_json, print_table, run_app
 from distkit.errors import StrategyUnavailable
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(rich_markup_mode=None, context_settings=_HELP, no_args_is_help=True)
 app.add_typer(config_app, name="config", short_help="Settings: merged, and which there are.")
+app.add_typer(checkpoint_app, name="checkpoint", short_help="Checkpoints: list, verify, compare, export.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -1,0 +1,251 @@
+"""``distkit checkpoint``: look at checkpoints, verify and compare them, and take the weights out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distkit.commandline import print_json, print_table
+from distkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from distkit.checkpoint import CheckpointInfo
+
+__all__ = ["checkpoint_app"]
+
+checkpoint_app = typer.Typer(
+    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Folder = Annotated[Path, typer.Argument(metavar="PATH", help="A run's folder, its checkpoints, or one checkpoint.")]
+
+EXIT_DIFFERENT = 1
+"""As diff: the command worked, and the answer is no."""
+
+
+@checkpoint_app.callback()
+def checkpoint() -> None:
+    """Checkpoints: list, inspect, verify, compare, and take the weights out.
+
+    \b
+    Examples:
+      distkit checkpoint ls runs/first
+      distkit checkpoint verify runs/first
+      distkit checkpoint diff runs/first runs/second
+    """
+
+
+@checkpoint_app.command("ls", short_help="The checkpoints of a run, the newest last.")
+def ls(path: Folder, as_json: AsJson = False) -> None:
+    """The checkpoints of a run: who wrote them, how large they are, and whether manifest and file sizes are right.
+
+    \b
+    Examples:
+      distkit checkpoint ls runs/first
+      distkit checkpoint ls runs/first --json
+    """
+    found = _infos(path)
+    if as_json:
+        print_json([_info_record(info) for info in found])
+        return
+    rows = [
+        (
+            info.path.name,
+            str(info.epoch),
+            f"{info.strategy} x {info.world_size}" if info.strategy else "",
+            _size(info.bytes),
+            info.time,
+            ", ".join(f"{name} {value:.5g}" for name, value in info.metrics.items()),
+            info.problem or "whole",
+        )
+        for info in found
+    ]
+    head = ("checkpoint", "epoch", "written by", "size", "time", "evaluated", "state")
+    print_table(head, rows, dim=[info.problem is not None for info in found])
+
+
+@checkpoint_app.command(short_help="What is in a checkpoint.")
+def inspect(
+    path: Folder,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Each tensor with its shape and dtype.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What is in a checkpoint (of a folder: the newest): groups, kinds of state, elements; no tensor is read.
+
+    \b
+    Examples:
+      distkit checkpoint inspect runs/first
+      distkit checkpoint inspect runs/first/checkpoints/step-00000100 --tensors
+    """
+    from distkit.checkpoint.format import Manifest
+
+    found = _one(path)
+    manifest = Manifest.read(found)
+    listed: list[dict[str, Any]] = [
+        {"group": group, "name": name, "kind": kind, "dtype": t.dtype, "shape": list(t.shape), "pieces": len(t.regions)}
+        for group, name, kind, t in manifest.all_tensors()
+    ]
+    if as_json:
+        print_json({**_info_record(_infos(found)[0]), "torch": manifest.torch, "tensors": listed})
+        return
+    sys.stdout.write(
+        f"{found}: step {manifest.step}, epoch {manifest.epoch}, written by {manifest.strategy} on {manifest.world_size} "
+        f"processes, torch {manifest.torch}\n"
+    )
+    if tensors:
+        rows = [(e["group"], e["name"], e["kind"], e["dtype"], str(e["shape"]), str(e["pieces"])) for e in listed]
+        print_table(("group", "name", "kind", "dtype", "shape", "pieces"), rows)
+        return
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for group, _, kind, tensor in manifest.all_tensors():
+        entry = sums.setdefault((group, kind, tensor.dtype), [0, 0])
+        entry[0] += 1
+        entry[1] += _elements(tensor.shape)
+    totals = [(*key, str(count), f"{elements:,}") for key, (count, elements) in sums.items()]
+    print_table(("group", "kind", "dtype", "tensors", "elements"), totals)
+
+
+@checkpoint_app.command(short_help="Compare every checksum; exit status 1 if one is damaged.")
+def verify(path: Folder) -> None:
+    """Read every byte and compare it with its checksum. Of a folder: all its checkpoints.
+
+    \b
+    Examples:
+      distkit checkpoint verify runs/first
+      distkit checkpoint verify runs/first/checkpoints/step-00000100
+    """
+    from distkit.checkpoint import CheckpointReader
+
+    bad = 0
+    for info in _infos(path):
+        try:
+            CheckpointReader(info.path, verify="full").close()
+        except CheckpointError as error:
+            bad += 1
+            sys.stdout.write(f"{info.path.name}: DAMAGED: {error.message}\n")
+        else:
+            sys.stdout.write(f"{info.path.name}: whole, {_size(info.bytes)}\n")
+    raise typer.Exit(EXIT_DIFFERENT if bad else 0)
+
+
+@checkpoint_app.command(short_help="Two checkpoints, tensor by tensor; exit status 1 if they differ.")
+def diff(
+    first: Folder,
+    second: Annotated[Path, typer.Argument(metavar="PATH", help="The other one.")],
+    within: Annotated[
+        float, typer.Option("--within", metavar="X", min=0.0, help="Largest difference that counts as equal.")
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare parameters, buffers and optimizer states by value, whoever wrote them and on however many processes.
+
+    \b
+    Examples:
+      distkit checkpoint diff runs/ddp runs/zero3
+      distkit checkpoint diff runs/ddp/checkpoints/step-00000100 runs/zero3/checkpoints/step-00000100 --within 1e-6
+    """
+    from distkit.checkpoint import CheckpointReader
+    from distkit.checkpoint.compare import compare_checkpoints
+
+    readers = [CheckpointReader(_one(path), verify="fast") for path in (first, second)]
+    found = list(compare_checkpoints(*readers))
+    differ = [d for d in found if d.what != "equal" and not (d.what == "values" and d.largest <= within)]
+    if as_json:
+        print_json([vars(d) for d in differ])
+    else:
+        rows = [
+            (d.group, d.name, d.kind, d.what, f"{d.largest:.3g}" if d.largest or d.what == "values" else "")
+            for d in differ
+        ]
+        if rows:
+            print_table(("group", "name", "kind", "differs in", "largest difference"), rows)
+        sys.stdout.write(f"{len(found)} tensors compared, {len(differ)} differ\n")
+    raise typer.Exit(EXIT_DIFFERENT if differ else 0)
+
+
+@checkpoint_app.command(short_help="A model's weights as one safetensors file.")
+def export(
+    path: Folder,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    group: Annotated[str, typer.Option("--group", metavar="NAME", help="Which model: model, model_1 ...")] = "model",
+) -> None:
+    """The weights of a checkpoint (of a folder: the newest) in the model's own names, as plain torch and transformers load them.
+
+    \b
+    Examples:
+      distkit checkpoint export runs/first model.safetensors
+    """
+    from distkit.checkpoint import CheckpointReader
+    from distkit.checkpoint.export import write_weights
+    from distkit.state import Region
+
+    reader = CheckpointReader(_one(path))
+    models = [name for name in reader.groups() if name.startswith("model")]
+    if group not in models:
+        raise CheckpointError(
+            f"--group was set to {group!r}, but {reader.path} has: {', '.join(models)}", hint=f"--group {models[0]}"
+        )
+    state = {
+        name: reader.read(group, name, kind, Region.whole(tensor.shape))
+        for found, name, kind, tensor in reader.manifest.all_tensors()
+        if found == group
+    }
+    write_weights(file, state, reader.manifest.aliases.get(group, {}))
+    sys.stdout.write(f"{file}: {len(state)} tensors of {reader.path}\n")
+
+
+def _infos(path: Path) -> list[CheckpointInfo]:
+    """Of a checkpoint itself, of a folder of them, or of a run's folder.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    from distkit.checkpoint import inspect_checkpoint, list_checkpoints
+    from distkit.checkpoint.format import MANIFEST, STEP_FOLDER
+
+    if STEP_FOLDER.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
+        return [inspect_checkpoint(path)]
+    found = list_checkpoints(path) or list_checkpoints(path / "checkpoints")
+    if not found:
+        raise CheckpointError(
+            f"{str(path)!r} was given, but there is no checkpoint in it"
+            if path.exists()
+            else f"{str(path)!r} isn't there",
+            hint="give a run's folder, like runs/first, or a checkpoint in it, like runs/first/checkpoints/step-00000100",
+        )
+    return found
+
+
+def _one(path: Path) -> Path:
+    """The checkpoint itself, or the newest whole one of a folder."""
+    found = _infos(path)
+    whole = [info for info in found if info.problem is None]
+    if not whole:
+        raise CheckpointError(
+            f"no checkpoint in {path} is whole: {found[-1].problem}", hint=f"distkit checkpoint ls {path}"
+        )
+    return whole[-1].path
+
+
+def _info_record(info: CheckpointInfo) -> dict[str, Any]:
+    return {**vars(info), "path": str(info.path)}
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
