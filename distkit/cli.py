@@ -57,7 +57,7 @@ def distkit(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at settings and strategies. Training itself is started by distkit-run.
+    """Look at settings, strategies, checkpoints and this machine. Training itself is started by distkit-run.
 
     \b
     Examples:

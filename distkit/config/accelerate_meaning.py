@@ -73,6 +73,17 @@ def translate(section: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ConfigError: It can't be read, or asks for what no strategy does.
     """
     found = describe(section, environ)
+    try:
+        return _translate(found)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, AttributeError) as error:  # a text where a number belongs, or a value for a section
+        raise found.wrong(
+            f"something that can't be read: {error}", "accelerate config   writes a valid file"
+        ) from error
+
+
+def _translate(found: Description) -> Translation:
     made = Translation(found.origin)
     kind = str(found.values.get("distributed_type", "NO")).upper()
     if str(found.values.get("compute_environment", "LOCAL_MACHINE")).upper() == "AMAZON_SAGEMAKER":

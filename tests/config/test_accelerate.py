@@ -264,6 +264,16 @@ def test_variables_of_accelerate_launch_and_the_default_file(tmp_path: Path) -> 
             "json",
         ),
         ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "cp_size: 2", "cp_size: 1"),
+        (
+            {"num_processes": "many"},
+            "can't be read: invalid literal for int() with base 10: 'many'",
+            "accelerate config",
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": {"zero_optimization": 3}}},
+            "can't be read",
+            "accelerate config",
+        ),
         ({"split_batches": True, "gradient_accumulation_steps": 2}, "split_batches with", "batch.per=global"),
     ],
 )
