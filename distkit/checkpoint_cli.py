@@ -21,7 +21,9 @@ checkpoint_app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Folder = Annotated[Path, typer.Argument(metavar="PATH", help="A run's folder, its checkpoints, or one checkpoint.")]
+Folder = Annotated[
+    str, typer.Argument(metavar="PATH", help="A run's folder, its checkpoints, or one checkpoint; a URL of either.")
+]
 
 EXIT_DIFFERENT = 1
 """As diff: the command worked, and the answer is no."""
@@ -81,6 +83,7 @@ def inspect(
       distkit checkpoint inspect runs/first
       distkit checkpoint inspect runs/first/checkpoints/step-00000100 --tensors
     """
+    from distkit.checkpoint import inspect_checkpoint
     from distkit.checkpoint.format import Manifest
 
     found = _one(path)
@@ -90,7 +93,7 @@ def inspect(
         for group, name, kind, t in manifest.all_tensors()
     ]
     if as_json:
-        print_json({**_info_record(_infos(found)[0]), "torch": manifest.torch, "tensors": listed})
+        print_json({**_info_record(inspect_checkpoint(found)), "torch": manifest.torch, "tensors": listed})
         return
     sys.stdout.write(
         f"{found}: step {manifest.step}, epoch {manifest.epoch}, written by {manifest.strategy} on {manifest.world_size} "
@@ -135,7 +138,7 @@ def verify(path: Folder) -> None:
 @checkpoint_app.command(short_help="Two checkpoints, tensor by tensor; exit status 1 if they differ.")
 def diff(
     first: Folder,
-    second: Annotated[Path, typer.Argument(metavar="PATH", help="The other one.")],
+    second: Annotated[str, typer.Argument(metavar="PATH", help="The other one.")],
     within: Annotated[
         float, typer.Option("--within", metavar="X", min=0.0, help="Largest difference that counts as equal.")
     ] = 0.0,
@@ -198,7 +201,7 @@ def export(
     sys.stdout.write(f"{file}: {len(state)} tensors of {reader.path}\n")
 
 
-def _infos(path: Path) -> list[CheckpointInfo]:
+def _infos(given: str) -> list[CheckpointInfo]:
     """Of a checkpoint itself, of a folder of them, or of a run's folder.
 
     Raises:
@@ -206,21 +209,21 @@ def _infos(path: Path) -> list[CheckpointInfo]:
     """
     from distkit.checkpoint import inspect_checkpoint, list_checkpoints
     from distkit.checkpoint.format import MANIFEST, STEP_FOLDER
+    from distkit.checkpoint.paths import to_path
 
+    path = to_path(given)
     if STEP_FOLDER.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
         return [inspect_checkpoint(path)]
     found = list_checkpoints(path) or list_checkpoints(path / "checkpoints")
     if not found:
         raise CheckpointError(
-            f"{str(path)!r} was given, but there is no checkpoint in it"
-            if path.exists()
-            else f"{str(path)!r} isn't there",
+            f"{given!r} was given, but there is no checkpoint in it" if path.exists() else f"{given!r} isn't there",
             hint="give a run's folder, like runs/first, or a checkpoint in it, like runs/first/checkpoints/step-00000100",
         )
     return found
 
 
-def _one(path: Path) -> Path:
+def _one(path: str) -> Path:
     """The checkpoint itself, or the newest whole one of a folder."""
     found = _infos(path)
     whole = [info for info in found if info.problem is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distkit.checkpoint import CheckpointManager, CheckpointReader, collect_rng, restore_rng
+from distkit.checkpoint.paths import to_path
 from distkit.config import Config
-from distkit.errors import CheckpointError
+from distkit.errors import CheckpointError, DistkitError
 from distkit.optim import Scaling, scale_learning_rate
 from distkit.progress import Progress
 from distkit.seeds import mix_seed
@@ -26,9 +28,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from distkit.callbacks import Callback
+    from distkit.checkpoint.format import Manifest
     from distkit.data import PreparedLoader
 
-__all__ = ["Checkpoints", "Held"]
+__all__ = ["WORTH_TELLING_S", "Checkpoints", "Held"]
+
+WORTH_TELLING_S = 1.0
+"""A shorter wait for a save in the background needs no explanation."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -70,9 +78,14 @@ class Checkpoints:
     ) -> None:
         self.strategy, self.world, self.config = strategy, world, config
         self.held, self.stepper, self.progress, self.callbacks = held, stepper, progress, callbacks
-        self.manager = CheckpointManager(run_dir / "checkpoints", world, config.checkpoint)
+        chosen = config.checkpoint.dir
+        folder = to_path(chosen) if chosen is not None else run_dir / "checkpoints"
+        self.manager = CheckpointManager(folder, world, config.checkpoint, config.timeouts)
         self.scaling: Scaling | None = None
         self._saved_step: int | None = None
+        self._whole_step: int | None = None
+        """The last that is surely on the disk; what was saved since may still be under way."""
+        self._told_to_wait = False
         self._saved_at = time.monotonic()
         self._positions: list[Any] = []
         self._rng: dict[str, torch.Tensor] | None = None
@@ -103,9 +116,21 @@ class Checkpoints:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
-        """Write the state of the last finished step; called by all ranks."""
+    def save(self, *, wait: bool = True) -> Path:
+        """Write the state of the last finished step; called by all ranks.
+
+        The save before is waited for, if it is still being written. If it failed, a save that waits takes its place and
+        the failure is a warning; one in the background raises it.
+
+        Args:
+            wait: Return when it is on the disk; else as soon as the state is copied, if ``checkpoint.background`` is on.
+
+        Raises:
+            CheckpointError: The same on all ranks.
+        """
         self.world.control.together("save")
+        wait = wait or not self.config.checkpoint.background
+        self._finish_one_before(wait)
         progress = self.progress
         progress.sum_samples(self.stepper, self.world)
         path = self.manager.save(
@@ -118,9 +143,64 @@ class Checkpoints:
             epoch=progress.epoch,
             strategy=self.config.strategy,
             rng=collect_rng(self.world.device),
+            wait=wait,
         )
         self._saved_step, self._saved_at = progress.step, time.monotonic()
+        if wait:
+            self._whole_step = progress.step
         return path
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background failed on this rank, and :meth:`settle` has not been called since."""
+        return self.manager.background.failed
+
+    @property
+    def under_way(self) -> int | None:
+        """Step of the save that is being written in the background; None if there is none."""
+        background = self.manager.background
+        return background.step if background.running else None
+
+    def settle(self, timeout_s: float | None = None) -> CheckpointError | None:
+        """Wait for a save in the background, if one is under way.
+
+        Args:
+            timeout_s: How long at most; None is until it ends.
+
+        Returns:
+            Why it failed, once.
+        """
+        step = self.manager.background.step
+        failure = self.manager.background.wait(timeout_s)
+        if self.manager.background.step is not None:
+            return None  # still being written
+        if failure is None:
+            self._whole_step = self._saved_step
+            return None
+        self._saved_step = self._whole_step
+        text, hint = (failure.message, failure.hint) if isinstance(failure, DistkitError) else (repr(failure), None)
+        error = CheckpointError(f"the checkpoint of step {step} was not written: {text}", hint=hint)
+        error.__cause__ = failure
+        return error
+
+    def _finish_one_before(self, superseding: bool) -> None:
+        before, started = self.manager.background.step, time.monotonic()
+        failure = self.settle()
+        if failure is not None and not superseding:
+            raise failure
+        if failure is not None:
+            self._warn(f"{failure.message}; trying again with step {self.progress.step}")
+        waited = time.monotonic() - started
+        if waited > WORTH_TELLING_S and not superseding and not self._told_to_wait:
+            self._told_to_wait = True
+            self._warn(
+                f"the checkpoint of step {before} was still being written when that of step {self.progress.step} was due: "
+                f"training waited {waited:.1f} s. Save less often, e.g. --set checkpoint.every_steps=..."
+            )
+
+    def _warn(self, line: str) -> None:
+        if self.world.is_main:
+            log.warning("%s", line)
 
     def _trainer_state(self) -> dict[str, Any]:
         progress = self.progress
@@ -151,7 +231,7 @@ class Checkpoints:
         self.manager.clean_up()
         if where == "none":
             return None
-        return self.load(None if where == "auto" else Path(where))
+        return self.load(None if where == "auto" else to_path(where))
 
     def load(self, path: str | Path | None) -> str | None:
         """Restore models, optimizers, schedulers and the position from a checkpoint; called by all ranks.
@@ -162,7 +242,10 @@ class Checkpoints:
         Returns:
             A line that says what was restored; None if there is none.
         """
-        found = self.manager.latest() if path is None else Path(path)
+        failure = self.settle()
+        if failure is not None:
+            self._warn(failure.message)
+        found = self.manager.latest() if path is None else to_path(path)
         if found is None:
             return None
         reader = self.manager.open(found)
@@ -173,12 +256,18 @@ class Checkpoints:
         self._restore(state)
         self._rng = reader.rng(self.world.rank)
         manifest = reader.manifest
-        self._saved_step = self.progress.step
+        self._saved_step = self._whole_step = self.progress.step
         origin = f"{manifest.strategy} on {manifest.world_size} process{'es' if manifest.world_size != 1 else ''}"
         return (
             f"resumed from {found.name}: step {self.progress.step}, epoch {self.progress.epoch}, "
-            f"{self.progress.samples} samples seen; written by {origin}"
+            f"{self.progress.samples} samples seen; written by {origin}{self._now_elsewhere(manifest)}"
         )
+
+    def _now_elsewhere(self, manifest: Manifest) -> str:
+        """What is different now; nothing if the run goes on as it was."""
+        if (manifest.strategy, manifest.world_size) == (self.config.strategy, self.world.size):
+            return ""
+        return f", going on as {self.config.strategy} on {self.world.size}"
 
     def restore_rng(self) -> None:
         """Set the random number generators as they were when the checkpoint was taken; just before the next batch.

@@ -18,13 +18,13 @@ from distkit.config import load_config
 from distkit.config.launchline import LaunchSettings
 from distkit.config.schema import BatchConfig
 from distkit.data import BatchInfo, PreparedLoader, batch_size_of, resolve_batch
-from distkit.errors import UsageError
+from distkit.errors import CheckpointError, UsageError
 from distkit.evaluation import LossFunction, MetricFunction, measure
 from distkit.logs import RunLog, choose_run_dir, create_run_folder
 from distkit.precision import Precision
 from distkit.preparing import Objects, check_ownership, compare_across_ranks, find_aliases, sort_objects
 from distkit.progress import Progress
-from distkit.resuming import Checkpoints, Held
+from distkit.resuming import WORTH_TELLING_S, Checkpoints, Held
 from distkit.seeds import mix_seed, seed_everything
 from distkit.signals import EXIT_STATUS, SignalWatch
 from distkit.starting import plan_lines, scale_rates, start_lines
@@ -350,7 +350,7 @@ class Trainer:
         self.log({f"{name}/{key}": value for key, value in metrics.items()})
         self._each("on_evaluate", metrics)
         if self.config.checkpoint.keep_best is not None:
-            self.save()
+            self.save(wait=False)
         return metrics
 
     def _between_evaluated(self) -> None:
@@ -393,7 +393,7 @@ class Trainer:
         self._step_begun = True
         due = self._checkpoints.due_by_time()
         signalled = self._signals.received is not None
-        self.world.control.begin("step", self._stop_asked is not None, due, signalled)
+        self.world.control.begin("step", self._stop_asked is not None, due, signalled, self._checkpoints.failed)
 
     def _finish_step(self) -> None:
         progress = self._progress
@@ -401,7 +401,7 @@ class Trainer:
         self._log.advance(progress.step)
         self._stepper.next_step()
         self._step_begun = False
-        stop, save, signalled = self.world.control.finish()
+        stop, save, signalled, save_failed = self.world.control.finish()
         limit = self.config.max_steps
         progress.stopping = progress.stopping or stop or (limit is not None and progress.step >= limit)
         self._checkpoints.note_position()
@@ -411,8 +411,11 @@ class Trainer:
         self._stepper.measure_norm = self._logs_at(progress.step + 1)
         if signalled:
             self._end_by_signal()
+        failure = self._checkpoints.settle() if save_failed else None
+        if failure is not None:
+            raise failure
         if save or self._checkpoints.due_by_step(progress.step):
-            self.save()
+            self.save(wait=False)
             progress.begin_timing()
 
     def _finish_open_step(self) -> None:
@@ -464,8 +467,13 @@ class Trainer:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
+    def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the last finished step. Called by all ranks.
+
+        Args:
+            wait: Return when it is on the disk. False returns as soon as the state is copied and writes in the
+                background, as the periodic ones do, if ``checkpoint.background`` is on; a failure is raised at the end
+                of the next step.
 
         Returns:
             Its folder.
@@ -476,7 +484,7 @@ class Trainer:
         """
         self._start()
         self._finish_open_step()
-        path = self._checkpoints.save()
+        path = self._checkpoints.save(wait=wait)
         self._each("on_save", path)
         return path
 
@@ -597,13 +605,28 @@ class Trainer:
             self._finish_step()
         if self._started:
             self.world.control.together("close")
+        failure = self._await_background_save()
+        if self._started:
             if self.config.checkpoint.at_end and self._checkpoints.unsaved:
+                if failure is not None:
+                    self.print(f"{failure.message}; trying again")
                 self.save()
+                failure = None
             self._each("on_end")
         self._closed = True
         self._log.close()
         self._signals.remove()
         self.strategy.close()
+        if failure is not None:
+            raise failure
+
+    def _await_background_save(self) -> CheckpointError | None:
+        failure = self._checkpoints.settle(WORTH_TELLING_S)
+        step = self._checkpoints.under_way
+        if step is not None:
+            self.print(f"writing the checkpoint of step {step} to its end")
+            failure = self._checkpoints.settle()
+        return failure
 
     def __enter__(self) -> Trainer:
         return self
@@ -614,6 +637,9 @@ class Trainer:
         if error is None:
             self.close()
         else:  # other ranks may be anywhere: no collective now
+            failure = self._checkpoints.settle(self.config.timeouts.grace_s)
+            if failure is not None:
+                self.print(failure.message)
             self._log.close()
             self._signals.remove()
         return False

@@ -51,7 +51,7 @@ MAX_JSON_BYTES = 1 << 30
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 GROUP_NAME = re.compile(r"(model|optimizer)(_[1-9][0-9]*)?")
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
+STEP_FOLDER = re.compile(r"step-(\d{8,})(\.[1-9][0-9]*)?")
 CHECKSUM_LINE = b',\n"checksum": "'
 
 

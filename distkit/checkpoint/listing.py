@@ -8,9 +8,13 @@ from pathlib import Path
 from distkit.checkpoint.codec import decode
 from distkit.checkpoint.format import MANIFEST, STEP_FOLDER, Manifest
 from distkit.checkpoint.load import check_files
+from distkit.checkpoint.paths import look_again
 from distkit.errors import CheckpointError
 
-__all__ = ["CheckpointInfo", "inspect_checkpoint", "list_checkpoints"]
+__all__ = ["MARKER", "CheckpointInfo", "inspect_checkpoint", "is_unfinished", "list_checkpoints"]
+
+MARKER = "unfinished-"
+"""Begins the name of a file in a checkpoint that is being written where nothing can be renamed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,16 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
         CheckpointError: The folder can't be read.
     """
     try:
+        look_again(folder)
         found = [p for p in folder.iterdir() if STEP_FOLDER.fullmatch(p.name)] if folder.is_dir() else []
+        found = [p for p in found if not is_unfinished(p)]
     except OSError as error:
-        raise CheckpointError(f"can't read {folder}: {error.strerror}") from error
+        raise CheckpointError(f"can't read {folder}: {error.strerror or error}") from error
     return sorted(map(inspect_checkpoint, found), key=lambda info: (info.sequence, info.step))
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a checkpoint is being written under its final name, or its writer died: it isn't damaged, but isn't one."""
+    if (path / MANIFEST).exists() or not path.is_dir():
+        return False
+    return any(file.name.startswith(MARKER) for file in path.iterdir())

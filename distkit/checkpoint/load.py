@@ -20,6 +20,7 @@ from distkit.checkpoint.format import (
     parse_json,
     read_json_file,
 )
+from distkit.checkpoint.paths import is_local, to_path
 from distkit.checkpoint.tensorfile import TensorFile
 from distkit.errors import CheckpointError
 from distkit.state import OptimizerLayout, Region, bare_name, clean_name
@@ -44,7 +45,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | Path, verify: str = "full") -> None:
-        self.path = Path(path)
+        self.path = to_path(path)
         self.manifest = Manifest.read(self.path)
         check_files(self.path, self.manifest)
         if verify == "full":
@@ -258,7 +259,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: Names the first that isn't, and why.
     """
-    root = folder.resolve()
+    root = folder.resolve() if is_local(folder) else folder
     for name, entry in manifest.files.items():
         path = folder / name
         try:
@@ -266,7 +267,8 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         except OSError as error:
             why = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read: {error.strerror}"
             raise _damaged(path, why) from error
-        if path.resolve().parent != root or not stat.S_ISREG(found.st_mode):
+        inside = not is_local(path) or path.resolve().parent == root  # an object store has no links
+        if not inside or not stat.S_ISREG(found.st_mode):
             raise _damaged(path, "is not a plain file inside the folder")
         if found.st_size != entry.bytes:
             what = "is cut off" if found.st_size < entry.bytes else "is too long"

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
-import os
-import re
-import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +11,22 @@ from typing import Any
 import torch
 
 from distkit.checkpoint.agreement import on_all, on_main
+from distkit.checkpoint.background import BackgroundSave
 from distkit.checkpoint.format import MANIFEST
-from distkit.checkpoint.listing import CheckpointInfo, inspect_checkpoint, list_checkpoints
+from distkit.checkpoint.listing import CheckpointInfo, list_checkpoints
 from distkit.checkpoint.load import CheckpointReader, check_sums
+from distkit.checkpoint.paths import to_path
 from distkit.checkpoint.replicated import own_share
-from distkit.checkpoint.save import SaveJob, SaveRequest, Snapshot, take_snapshot, this_host
-from distkit.config.schema import CheckpointConfig
+from distkit.checkpoint.save import SaveJob, SaveRequest
+from distkit.checkpoint.snapshot import HostCopies, Snapshot, take_snapshot
+from distkit.checkpoint.store import open_store
+from distkit.config.schema import CheckpointConfig, TimeoutConfig
 from distkit.errors import CheckpointError
 from distkit.state import OptimizerLayout, Shard
 from distkit.world import World
 
 __all__ = ["CheckpointManager"]
 
-UNFINISHED = re.compile(r"\.tmp-step-\d+-(?P<host>.+)-(?P<pid>\d+)-\d+")
-MOVED_ASIDE = re.compile(r"\.old-(?P<name>step-\d+)-\d+")
-SURELY_DEAD_S = 24 * 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +38,19 @@ class CheckpointManager:
         folder: Where they lie, one folder each; on storage that all ranks see.
         world: All ranks.
         config: ``keep``, ``keep_best``, ``best_metric``, ``best_mode`` and ``verify`` are used.
+        timeouts: ``save_s`` and ``grace_s`` are used, for saves in the background.
     """
 
-    def __init__(self, folder: Path, world: World, config: CheckpointConfig) -> None:
+    def __init__(
+        self, folder: Path, world: World, config: CheckpointConfig, timeouts: TimeoutConfig | None = None
+    ) -> None:
         self.folder, self.world, self.config = folder, world, config
+        self.store = open_store(folder)
+        self._timeouts = timeouts or TimeoutConfig()
         self._opened: CheckpointReader | None = None
+        self.background = BackgroundSave(self._timeouts.grace_s)
+        self._copies = HostCopies()
+        self._aside: World | None = None
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -62,6 +66,7 @@ class CheckpointManager:
         epoch: int = 0,
         strategy: str = "",
         rng: dict[str, torch.Tensor] | None = None,
+        wait: bool = True,
     ) -> Path:
         """Write a checkpoint and remove those that are not to be kept.
 
@@ -75,6 +80,9 @@ class CheckpointManager:
             epoch: Epoch.
             strategy: Its name.
             rng: This rank's generators, from :func:`distkit.checkpoint.collect_rng`.
+            wait: Return when it is on the disk. False copies the state to the host and writes it in a thread, which
+                talks to the other ranks' threads over a process group of its own; ``background`` tells how it ended.
+                The save before must be over.
 
         Returns:
             The checkpoint's folder.
@@ -82,19 +90,28 @@ class CheckpointManager:
         Raises:
             CheckpointError: The same on all ranks: it can't be written. Older checkpoints are as before.
         """
+        request = SaveRequest(step, epoch, strategy, list(layouts), trainer_state, aliases, dict(metrics or {}))
+        job = SaveJob(self.store, request)
         taken: list[Snapshot] = []
-        on_all(self.world, lambda: taken.append(take_snapshot(shards(), rng)))
-        sequence: int = on_main(self.world, self._next_sequence)
-        request = SaveRequest(
-            step, epoch, strategy, list(layouts), trainer_state, aliases, dict(metrics or {}), sequence
-        )
-        path = SaveJob(self.folder, self.world, request).run(taken[0])
-        if self.world.is_main:
+
+        def prepare() -> str:
+            taken.append(take_snapshot(shards(), rng, None if wait else self._copies))
+            return job.encode(copy=not wait) if self.world.is_main else ""
+
+        name: str = on_all(self.world, prepare)[0]
+        if wait:
+            return self._write(name, self.world, job, taken[0])
+        if self._aside is None:
+            self._aside = self.world.aside(self._timeouts.save_s)
+        aside = self._aside
+        self.background.start(step, lambda: self._write(name, aside, job, taken[0]))
+        return self.folder / name
+
+    def _write(self, name: str, world: World, job: SaveJob, snapshot: Snapshot) -> Path:
+        path = job.run(name, world, snapshot)
+        if world.is_main:
             self._retain()
         return path
-
-    def _next_sequence(self) -> int:
-        return 1 + max((info.sequence for info in list_checkpoints(self.folder)), default=0)
 
     # -- finding and opening ----------------------------------------------------------------------------------------
 
@@ -121,9 +138,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: The same on all ranks: it isn't there, or is damaged.
         """
-        given = Path(path)
+        given = to_path(path)
         holder = on_main(self.world, lambda: _holder(given))
-        found = given if holder is None else self._newest(Path(holder))
+        found = given if holder is None else self._newest(to_path(holder))
         if found is None:
             raise CheckpointError(
                 f"{given} holds no checkpoint", hint="give a folder like .../checkpoints/step-00000100"
@@ -178,26 +195,8 @@ class CheckpointManager:
         That is: a process of this host that is gone, or nothing written for a day. A checkpoint that was being replaced
         when its run died is put back.
         """
-        if not self.world.is_main or not self.folder.is_dir():
-            return
-        try:
-            for path in list(self.folder.iterdir()):
-                self._clean_up_one(path)
-        except OSError as error:
-            log.warning("%s can't be cleaned up: %s", self.folder, error.strerror)
-
-    def _clean_up_one(self, path: Path) -> None:
-        if path.name.startswith(".del-"):
-            _remove(path)
-        elif match := UNFINISHED.fullmatch(path.name):
-            if _surely_dead(match["host"], int(match["pid"]), path):
-                _remove(path)
-        elif match := MOVED_ASIDE.fullmatch(path.name):
-            place = self.folder / match["name"]
-            if not place.exists() and inspect_checkpoint(path).problem is None:
-                path.rename(place)
-            else:
-                _remove(path)
+        if self.world.is_main:
+            self.store.clean_up()
 
     def _retain(self) -> None:
         """Rank 0: remove all but the newest ``keep`` and the best ``keep_best``; what is damaged is left alone."""
@@ -211,7 +210,7 @@ class CheckpointManager:
         kept = {info.path for info in whole[-self.config.keep :]} | {info.path for info in self._best(whole)}
         for info in whole:
             if info.path not in kept:
-                _retire(info.path)
+                self.store.retire(info.path.name)
 
     def _best(self, infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
         """The best by ``best_metric``; of equal ones the older. Those without it, or with NaN, are never best."""
@@ -227,40 +226,3 @@ def _holder(path: Path) -> str | None:
     if (path / "checkpoints").is_dir():
         return str(path / "checkpoints")
     return str(path) if path.is_dir() and list_checkpoints(path) else None
-
-
-def _retire(path: Path) -> None:
-    """Rename first, so that a half-deleted checkpoint is never mistaken for one."""
-    doomed = path.parent / f".del-{path.name}-{time.time_ns()}"
-    try:
-        path.rename(doomed)
-    except OSError as error:
-        log.warning("%s is not removed: %s", path, error.strerror)
-        return
-    _remove(doomed)
-
-
-def _remove(path: Path) -> None:
-    """A folder that can't be removed wastes space, which is said, but does no harm."""
-    try:
-        shutil.rmtree(path)
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            log.warning("%s is not removed: %s", path, error.strerror)
-
-
-def _surely_dead(host: str, pid: int, path: Path) -> bool:
-    if host == this_host() and not _alive(pid):
-        return True
-    times = [path.stat().st_mtime, *(file.stat().st_mtime for file in path.iterdir())]
-    return time.time() - max(times) > SURELY_DEAD_S
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user: it is there
-        return True
-    return True

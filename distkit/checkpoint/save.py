@@ -1,18 +1,13 @@
-"""Writing one checkpoint: a snapshot of this rank's share, then files, then the manifest, then the name.
+"""Writing one checkpoint: the files of all ranks, then the manifest, then the name.
 
-Everything is written into a folder with a temporary name, which is renamed at the very end. So a checkpoint is there as a
-whole or not at all, and a failure on any rank leaves older checkpoints and the training state as they were.
+The store (:mod:`distkit.checkpoint.store`) sees to it that a checkpoint is there as a whole or not at all; a failure on any
+rank leaves older checkpoints and the training state as they were.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import socket
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,17 +30,20 @@ from distkit.checkpoint.format import (
     StoredRegion,
     StoredTensor,
     dump_json,
-    step_folder,
     tensor_from_json,
     tensor_to_json,
 )
-from distkit.checkpoint.tensorfile import fsync_folder, write_bytes, write_tensors, writing
+from distkit.checkpoint.listing import list_checkpoints
+from distkit.checkpoint.paths import look_again
+from distkit.checkpoint.snapshot import Snapshot
+from distkit.checkpoint.store import Store
+from distkit.checkpoint.tensorfile import write_bytes, write_tensors
 from distkit.errors import CheckpointError
 from distkit.state import OptimizerLayout, Shard, clean_name
 from distkit.strategies.modules import group_name
 from distkit.world import World
 
-__all__ = ["SaveJob", "SaveRequest", "Snapshot", "take_snapshot", "this_process"]
+__all__ = ["SaveJob", "SaveRequest"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class SaveRequest:
         trainer_state: What the Trainer must remember; anything that :func:`distkit.checkpoint.codec.encode` takes.
         aliases: By model group: names of tied parameters and their canonical names.
         metrics: The last evaluation, reduced over ranks.
-        sequence: Place among the checkpoints of the folder.
     """
 
     step: int
@@ -70,20 +67,6 @@ class SaveRequest:
     trainer_state: dict[str, Any]
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    sequence: int = 1
-
-
-@dataclass
-class Snapshot:
-    """This rank's share of the state: all that a save needs of the live training."""
-
-    shards: list[Shard]
-    rng: dict[str, torch.Tensor]
-
-
-def take_snapshot(shards: Iterable[Shard], rng: dict[str, torch.Tensor] | None = None) -> Snapshot:
-    """Note this rank's shards; tensors are referred to, not copied, so write them before the next step."""
-    return Snapshot(list(shards), dict(rng or {}))
 
 
 @dataclass
@@ -106,24 +89,52 @@ class _Part:
 
 
 class SaveJob:
-    """One save. All ranks make it and call :meth:`run`.
+    """One save: made by all ranks, encoded on rank 0, then run by all.
 
     Args:
-        folder: Where checkpoints lie.
-        world: All ranks.
+        store: Where checkpoints lie.
         request: What to write besides tensors.
     """
 
-    def __init__(self, folder: Path, world: World, request: SaveRequest) -> None:
-        self.folder, self.world, self.request = folder, world, request
-        self.final = folder / step_folder(request.step)
+    def __init__(self, store: Store, request: SaveRequest) -> None:
+        self.store, self.request = store, request
         self._documents: dict[str, Any] = {}
         self._document_tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._sequence = 0
 
-    def run(self, snapshot: Snapshot) -> Path:
-        """Write the checkpoint.
+    def encode(self, *, copy: bool) -> str:
+        """Rank 0, before :meth:`run`: what can't be stored is found before anything is written.
 
         Args:
+            copy: Copy the tensors in it, because training goes on while they are written.
+
+        Returns:
+            The checkpoint's name.
+
+        Raises:
+            CheckpointError: A value is of a type that isn't stored; names its place.
+        """
+        request = self.request
+        self._encode(TRAINER, TRAINER_TENSORS, request.trainer_state, "the Trainer's state", copy)
+        optimizers = [{"groups": layout.groups, "values": layout.values} for layout in request.layouts]
+        self._encode("optimizers", OPTIMIZER_TENSORS, optimizers, "optimizers", copy)
+        metrics = {name: float(value) for name, value in request.metrics.items()}
+        self._documents["metrics"] = encode(metrics, {}, "metrics")
+        return self.store.name_for(request.step)
+
+    def _encode(self, document: str, tensor_file: str, value: Any, what: str, copy: bool) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        self._documents[document] = encode(value, tensors, what)
+        self._document_tensors[tensor_file] = {
+            key: tensor.detach().to("cpu", copy=True) if copy else tensor for key, tensor in tensors.items()
+        }
+
+    def run(self, name: str, world: World, snapshot: Snapshot) -> Path:
+        """Write the checkpoint; called by all ranks.
+
+        Args:
+            name: From rank 0's :meth:`encode`.
+            world: All ranks.
             snapshot: This rank's share.
 
         Returns:
@@ -132,56 +143,44 @@ class SaveJob:
         Raises:
             CheckpointError: The same on all ranks; nothing of this checkpoint is left then.
         """
-        temporary = self.folder / on_main(self.world, self._begin)
+        temporary = on_main(world, lambda: self._begin(name))
+        folder = self.store.folder / temporary
         try:
-            parts = on_all(self.world, lambda: self._write_share(temporary, snapshot).to_json())
-            on_main(self.world, lambda: self._commit(temporary, [_Part.from_json(part) for part in parts]))
+            parts = on_all(world, lambda: self._write_share(folder, snapshot, world.rank).to_json())
+            on_main(world, lambda: self._commit(temporary, name, [_Part.from_json(part) for part in parts]))
         except CheckpointError:  # agreed: no rank is writing any more
-            if self.world.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
+            if world.is_main:
+                self.store.abandon(temporary)
             raise
-        return self.final
+        return self.store.folder / name
 
-    def _begin(self) -> str:
-        """Rank 0: what can't be stored is found before anything is written; then the folder is made."""
-        request = self.request
-        self._encode(TRAINER, TRAINER_TENSORS, request.trainer_state, "the Trainer's state")
-        optimizers = [{"groups": layout.groups, "values": layout.values} for layout in request.layouts]
-        self._encode("optimizers", OPTIMIZER_TENSORS, optimizers, "optimizers")
-        metrics = {name: float(value) for name, value in request.metrics.items()}
-        self._documents["metrics"] = encode(metrics, {}, "metrics")
-        name = f".tmp-{step_folder(request.step)}-{this_process()}-{time.time_ns()}"
-        with writing(self.folder / name):
-            (self.folder / name).mkdir(parents=True)
-        return name
+    def _begin(self, name: str) -> str:
+        """Rank 0: its place in the order of checkpoints, and a folder to write into."""
+        self._sequence = 1 + max((info.sequence for info in list_checkpoints(self.store.folder)), default=0)
+        return self.store.begin(name)
 
-    def _encode(self, document: str, tensor_file: str, value: Any, what: str) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        self._documents[document] = encode(value, tensors, what)
-        self._document_tensors[tensor_file] = tensors
+    def _write_share(self, folder: Path, snapshot: Snapshot, rank: int) -> _Part:
+        def file_of(group: str) -> str:
+            return f"{group}-{rank:05d}.safetensors"
 
-    def _write_share(self, temporary: Path, snapshot: Snapshot) -> _Part:
         part = _Part()
-        groups = _lay_out(part, snapshot.shards, self._file_of)
+        snapshot.arrived()
+        groups = _lay_out(part, snapshot.shards, file_of)
         if snapshot.rng:
             groups["rng"] = snapshot.rng
         for group, tensors in groups.items():
-            name = self._file_of(group)
-            part.files[name] = write_tensors(temporary / name, tensors)
+            part.files[file_of(group)] = write_tensors(folder / file_of(group), tensors)
         return part
 
-    def _file_of(self, group: str) -> str:
-        return f"{group}-{self.world.rank:05d}.safetensors"
-
-    def _commit(self, temporary: Path, parts: list[_Part]) -> None:
-        """Rank 0: all files are on the disk; check, write the manifest, give the folder its name."""
-        request = self.request
+    def _commit(self, temporary: str, name: str, parts: list[_Part]) -> None:
+        """Rank 0: all ranks' files are written; check, write the manifest, let the checkpoint be found."""
+        request, folder = self.request, self.store.folder / temporary
         manifest = Manifest(
             step=request.step,
             epoch=request.epoch,
             strategy=request.strategy,
-            world_size=self.world.size,
-            sequence=request.sequence,
+            world_size=len(parts),
+            sequence=self._sequence,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             distkit=distkit.__version__,
             torch=torch.__version__,
@@ -193,29 +192,23 @@ class SaveJob:
         _check_layouts(manifest, request.layouts)
         for part in parts:
             manifest.files.update(part.files)
-        manifest.files[TRAINER] = write_bytes(temporary / TRAINER, dump_json(self._documents[TRAINER]))
-        for name, tensors in self._document_tensors.items():
+        manifest.files[TRAINER] = write_bytes(folder / TRAINER, dump_json(self._documents[TRAINER]))
+        for file, tensors in self._document_tensors.items():
             if tensors:
-                manifest.files[name] = write_tensors(temporary / name, tensors)
-        write_bytes(temporary / MANIFEST, manifest.to_bytes())
-        with writing(self.final):
-            fsync_folder(temporary)
-            self._rename(temporary)
-            fsync_folder(self.folder)
+                manifest.files[file] = write_tensors(folder / file, tensors)
+        self._check_all_there(folder, manifest)
+        write_bytes(folder / MANIFEST, manifest.to_bytes())
+        self.store.publish(temporary, name)
 
-    def _rename(self, temporary: Path) -> None:
-        """An older checkpoint of the same step is moved aside first; clean_up() puts it back if we die in between."""
-        aside = self.folder / f".old-{step_folder(self.request.step)}-{time.time_ns()}"
-        replaced = self.final.exists()
-        if replaced:
-            self.final.rename(aside)
-        try:
-            temporary.rename(self.final)
-        except OSError:
-            if replaced:
-                aside.rename(self.final)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+    def _check_all_there(self, folder: Path, manifest: Manifest) -> None:
+        """What the other ranks wrote must be where this one, and the run that resumes, looks for it."""
+        look_again(folder)
+        missing = sorted(set(manifest.files) - {file.name for file in folder.iterdir()})
+        if missing:
+            raise CheckpointError(
+                f"{folder} has no {missing[0]}, which another rank wrote: ranks don't see the same folder",
+                hint="put checkpoints where all ranks see them: --set checkpoint.dir=...",
+            )
 
 
 def _lay_out(part: _Part, shards: Sequence[Shard], file_of: Callable[[str], str]) -> dict[str, dict[str, torch.Tensor]]:
@@ -256,23 +249,6 @@ def _check_shard(shard: Shard) -> None:
         problem = f"its values have shape {list(shard.tensor.shape)}, its region {list(shard.region.shape)}"
     if problem is not None:
         raise CheckpointError(f"the shard {shard.group} {shard.name} {shard.kind} can't be saved: {problem}")
-
-
-def this_process() -> str:
-    """Host and process, as they stand in the name of an unfinished folder.
-
-    The number of the PID namespace is part of the host: two containers may have the same host name.
-    """
-    return f"{this_host()}-{os.getpid()}"
-
-
-def this_host() -> str:
-    """See :func:`this_process`."""
-    host = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "host"
-    try:
-        return f"{host}.{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return host
 
 
 def _merge(parts: list[_Part]) -> dict[str, dict[str, dict[str, StoredTensor]]]:

@@ -15,15 +15,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from distkit.checkpoint.codec import dtype_name
 from distkit.checkpoint.format import FileEntry
+from distkit.checkpoint.paths import is_local
 from distkit.errors import CheckpointError
 
-__all__ = ["TensorFile", "explain", "fsync_folder", "write_bytes", "write_tensors", "writing"]
+__all__ = ["TensorFile", "explain", "fsync_folder", "refuse_special", "write_bytes", "write_tensors", "writing"]
 
 NATIVE = {
     torch.float64: "F64",
@@ -67,7 +68,7 @@ def write_tensors(
     position = 0
     for key in order:
         tensor = tensors[key]
-        _refuse_special(key, tensor)
+        refuse_special(key, tensor)
         length = tensor.numel() * tensor.element_size()
         native = tensor.dtype in NATIVE
         shape = [*tensor.shape] if native else [*tensor.shape, tensor.element_size()]
@@ -133,7 +134,7 @@ def explain(error: OSError, path: Path) -> CheckpointError:
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory: only what is asked for is read.
+    """A safetensors file, mapped into memory or read range by range: only what is asked for is read.
 
     Args:
         path: The file.
@@ -147,7 +148,12 @@ class TensorFile:
 
         self.path = path
         try:
-            self._file: Any = safe_open(str(path), framework="pt", device="cpu")
+            if is_local(path):
+                self._file: Any = safe_open(str(path), framework="pt", device="cpu")
+            else:
+                from distkit.checkpoint.remotefile import RangedFile
+
+                self._file = RangedFile(path)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
@@ -189,10 +195,12 @@ class TensorFile:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[tuple[BinaryIO, hashlib._Hash]]:
-    with writing(path), path.open("xb") as file:
-        yield file, hashlib.sha256()
-        file.flush()
-        os.fsync(file.fileno())
+    """On this machine the file must be new, and is on the disk afterwards; elsewhere it is there when it is closed."""
+    with writing(path), path.open("xb" if is_local(path) else "wb") as file:
+        yield cast(BinaryIO, file), hashlib.sha256()
+        if is_local(path):
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _write_tensor(file: BinaryIO, digest: hashlib._Hash, tensor: torch.Tensor) -> None:
@@ -206,7 +214,8 @@ def _write_tensor(file: BinaryIO, digest: hashlib._Hash, tensor: torch.Tensor) -
         file.write(piece)
 
 
-def _refuse_special(key: str, tensor: torch.Tensor) -> None:
+def refuse_special(key: str, tensor: torch.Tensor) -> None:
+    """Raise a CheckpointError for a tensor without plain values; ``key`` is what the message calls it."""
     special = None
     if tensor.layout != torch.strided:
         special = f"of the layout {tensor.layout}"

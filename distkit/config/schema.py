@@ -147,6 +147,10 @@ class DataConfig:
 class CheckpointConfig:
     """When checkpoints are written, and which are kept."""
 
+    dir: str | None = _key(
+        None,
+        "Where checkpoints lie: a folder or a URL such as s3://bucket/run; null is checkpoints in the run's folder.",
+    )
     every_steps: int | None = _key(None, "Save every so many optimizer steps.", minimum=1)
     every_seconds: float | None = _key(None, "Save when so many seconds have passed since the last.", above=0.0)
     at_end: bool = _key(True, "Save when the run ends or is told to stop.")
@@ -154,8 +158,14 @@ class CheckpointConfig:
     keep_best: int | None = _key(None, "Keep so many of the best besides the newest.", minimum=1)
     best_metric: str = _key("loss", "The evaluated metric that says which is best.")
     best_mode: str = _key("min", "Whether less or more of it is better.", choices=("min", "max"))
-    background: bool = _key(True, "Write in the background while training goes on, where the strategy can.")
-    resume: str = _key("auto", "auto goes on from the newest complete checkpoint; none starts afresh; or a folder.")
+    background: bool = _key(
+        True,
+        "Copy the state to host memory and write periodic checkpoints while training goes on; costs host memory for "
+        "one copy of what a rank writes.",
+    )
+    resume: str = _key(
+        "auto", "auto goes on from the newest complete checkpoint; none starts afresh; or a folder or URL."
+    )
     verify: str = _key("full", "On load: full compares every checksum, fast only file sizes.", choices=("full", "fast"))
 
 
@@ -177,6 +187,7 @@ class TimeoutConfig:
 
     start_s: float = _key(300.0, "For all processes to meet at the start.", above=0.0)
     step_s: float = _key(600.0, "For one collective operation during training.", above=0.0)
+    save_s: float = _key(3600.0, "For the slowest rank to write its part of a checkpoint in the background.", above=0.0)
     grace_s: float = _key(30.0, "Between asking processes to end and killing them.", above=0.0)
 
 

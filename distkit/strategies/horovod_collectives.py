@@ -30,10 +30,11 @@ class Operations:
     Args:
         limit_s: Seconds after which an operation that some rank didn't join is an error. Horovod's own stall
             inspector says nothing under Gloo.
+        limit_key: The setting that it comes from.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, limit_key: str = "timeouts.step_s") -> None:
+        self.limit_s, self.limit_key = limit_s, limit_key
 
     def reduce(self, tensor: torch.Tensor, name: str, op: int) -> int:
         """Start an all-reduce in place; ``op`` is one of Horovod's. Returns a handle."""
@@ -59,9 +60,9 @@ class Operations:
         while not hvd.poll(handle):
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"not all ranks joined {name!r} within timeouts.step_s={self.limit_s:g}: one of them hangs, or does "
+                    f"not all ranks joined {name!r} within {self.limit_key}={self.limit_s:g}: one of them hangs, or does "
                     "something else",
-                    hint="--set timeouts.step_s=...   if a step may take longer; else look at the other ranks' logs",
+                    hint=f"--set {self.limit_key}=...   if it may take longer; else look at the other ranks' logs",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -84,10 +85,12 @@ class HorovodCollectives(Collectives):
     Args:
         operations: How they are started and awaited.
         leave: Called by ``close``, after all ranks have arrived there.
+        prefix: Begins every name. Names are all that tells operations apart, so another prefix is another channel.
     """
 
-    def __init__(self, operations: Operations, leave: Callable[[], None]) -> None:
+    def __init__(self, operations: Operations, leave: Callable[[], None], prefix: str = "distkit") -> None:
         self.operations = operations
+        self.prefix = prefix
         self._leave = leave
         self._rows = 0
 
@@ -102,14 +105,14 @@ class HorovodCollectives(Collectives):
             return
         ops = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
         wide = tensor.to(_reducible(tensor.dtype)).contiguous()
-        name = f"distkit.all_reduce.{op}.{_short(wide.dtype)}"
+        name = f"{self.prefix}.all_reduce.{op}.{_short(wide.dtype)}"
         self.operations.wait(self.operations.reduce(wide.view(-1), name, ops[op]), name)
         if wide.data_ptr() != tensor.data_ptr():
             tensor.copy_(wide)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """See :class:`Collectives`."""
-        self.broadcast_all([("distkit.broadcast", tensor)], source)
+        self.broadcast_all([(f"{self.prefix}.broadcast", tensor)], source)
 
     def broadcast_all(self, tensors: Sequence[tuple[str, torch.Tensor]], source: int = 0) -> None:
         """Broadcast many tensors at once, in place.
@@ -132,7 +135,7 @@ class HorovodCollectives(Collectives):
         """See :class:`Collectives`; travels as bytes, since shapes and dtypes agree."""
         if tensor.numel() == 0:
             return [torch.empty_like(tensor) for _ in range(hvd.size())]
-        name = "distkit.all_gather"
+        name = f"{self.prefix}.all_gather"
         row = _as_bytes(tensor.detach().contiguous()).unsqueeze(0)
         rows = self.operations.wait(self.operations.gather(row, name), name)
         return [part.view(tensor.dtype).view(tensor.shape) for part in rows]
@@ -140,13 +143,17 @@ class HorovodCollectives(Collectives):
     def gather_rows(self, row: list[int]) -> Pending:
         """See :class:`Collectives`."""
         self._rows = (self._rows + 1) % 2  # the next one may start before this one was read
-        name = f"distkit.rows.{self._rows}"
+        name = f"{self.prefix}.rows.{self._rows}"
         mine = torch.tensor([row], dtype=torch.int64)
         return _Gathering(self.operations, self.operations.gather(mine, name), name)
 
     def barrier(self) -> None:
         """On the host, like every short exchange."""
         self.gather_rows([0]).wait()
+
+    def aside(self, limit_s: float) -> HorovodCollectives:
+        """See :class:`Collectives`."""
+        return HorovodCollectives(Operations(limit_s, "timeouts.save_s"), self._leave, prefix=f"{self.prefix}.aside")
 
     def close(self) -> None:
         """All ranks arrive first: Horovod ends everyone's operations as soon as one rank leaves."""

@@ -7,6 +7,7 @@ engine (Horovod) brings its own implementation in its own file.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,13 @@ class Collectives(ABC):
         """All arrive before any goes on."""
 
     @abstractmethod
+    def aside(self, limit_s: float) -> Collectives:
+        """A channel of its own for host tensors of the whole world, so that another thread may use it meanwhile.
+
+        Called by all ranks. ``limit_s`` is the time limit of one operation. The new one is not to be closed.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Leave."""
 
@@ -72,6 +80,10 @@ class Alone(Collectives):
 
     def barrier(self) -> None:
         """All are here."""
+
+    def aside(self, limit_s: float) -> Alone:
+        """Alone there too."""
+        return self
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -151,6 +163,13 @@ class TorchCollectives(Collectives):
         from torch.distributed import barrier
 
         barrier(group=self.control)
+
+    def aside(self, limit_s: float) -> TorchCollectives:
+        """See :class:`Collectives`; another gloo group."""
+        from torch.distributed import new_group
+
+        group = new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+        return TorchCollectives(data=group, tensor=None, control=group, owns_world=False)
 
     def close(self) -> None:
         """Leave the process group if this library joined it."""

@@ -78,7 +78,7 @@ class Control:
         return answers
 
 
-MAX_FLAGS = 3
+MAX_FLAGS = 4
 
 
 def _out_of_step(verb: str, rows: list[list[int]]) -> OutOfStepError:

@@ -197,6 +197,14 @@ class World:
             done.set()
             thread.join()
 
+    def aside(self, limit_s: float) -> World:
+        """The same ranks on a channel of their own, for host tensors: for a thread that works beside the training.
+
+        Args:
+            limit_s: Time limit of one collective on it.
+        """
+        return World(self.environment, torch.device("cpu"), self.collectives.aside(limit_s), backend=self.backend)
+
     def _axis_size(self, axis: str) -> int:
         sizes = {"world": self.size, "data": self.data.size, "tensor": self.tensor.size}
         if axis not in sizes:

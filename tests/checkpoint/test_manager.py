@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distkit.checkpoint import list_checkpoints
-from distkit.checkpoint.save import this_host, this_process
+from distkit.checkpoint.store import this_host, this_process
 from distkit.errors import CheckpointError
 from tests.checkpoint.states import manager, names_of, save, snapshot_of, whole_state
 
