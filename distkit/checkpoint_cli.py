@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,8 @@ from distkit.commandline import print_json, print_table
 from distkit.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
+
     from distkit.checkpoint import CheckpointInfo
 
 __all__ = ["checkpoint_app"]
@@ -170,20 +173,30 @@ def diff(
     raise typer.Exit(EXIT_DIFFERENT if differ else 0)
 
 
-@checkpoint_app.command(short_help="A model's weights as one safetensors file.")
+@checkpoint_app.command(short_help="A model's weights as safetensors, in one file or several.")
 def export(
     path: Folder,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The safetensors file to write; with --max-file-size a folder.")
+    ],
     group: Annotated[str, typer.Option("--group", metavar="NAME", help="Which model: model, model_1 ...")] = "model",
+    max_file_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-file-size", metavar="SIZE", help="Several files of at most this size, like 5GB, and an index."
+        ),
+    ] = None,
 ) -> None:
     """The weights of a checkpoint (of a folder: the newest) in the model's own names, as plain torch and transformers load them.
 
     \b
     Examples:
       distkit checkpoint export runs/first model.safetensors
+      distkit checkpoint export runs/first weights --max-file-size 5GB
     """
+    most = _parse_size(max_file_size) if max_file_size is not None else None
     from distkit.checkpoint import CheckpointReader
-    from distkit.checkpoint.export import write_weights
+    from distkit.checkpoint.export import split_by_size, write_sharded_weights, write_weights
     from distkit.state import Region
 
     reader = CheckpointReader(_one(path))
@@ -192,13 +205,20 @@ def export(
         raise CheckpointError(
             f"--group was set to {group!r}, but {reader.path} has: {', '.join(models)}", hint=f"--group {models[0]}"
         )
-    state = {
-        name: reader.read(group, name, kind, Region.whole(tensor.shape))
-        for found, name, kind, tensor in reader.manifest.all_tensors()
-        if found == group
-    }
-    write_weights(file, state, reader.manifest.aliases.get(group, {}))
-    sys.stdout.write(f"{file}: {len(state)} tensors of {reader.path}\n")
+    kinds = {name: kind for found, name, kind, _ in reader.manifest.all_tensors() if found == group}
+    aliases = reader.manifest.aliases.get(group, {})
+
+    def read(name: str) -> torch.Tensor:
+        shape = reader.stored(group, name, kinds[name]).shape
+        return reader.read(group, name, kinds[name], Region.whole(shape))
+
+    if most is None:
+        write_weights(target, {name: read(name) for name in kinds}, aliases)
+        sys.stdout.write(f"{target}: {len(kinds)} tensors of {reader.path}\n")
+        return
+    sizes = [(name, reader.stored(group, name, kind).bytes) for name, kind in kinds.items()]
+    files = write_sharded_weights(target, split_by_size(sizes, most), read, aliases)
+    sys.stdout.write(f"{target}: {len(kinds)} tensors of {reader.path} in {len(files)} files\n")
 
 
 def _infos(given: str) -> list[CheckpointInfo]:
@@ -252,3 +272,13 @@ def _size(count: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.3g} {unit}"
+
+
+def _parse_size(text: str) -> int:
+    """``5GB``, ``500 MB``, ``1GiB`` or plain bytes."""
+    units = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+    units |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in units or float(match[1]) <= 0:
+        raise CheckpointError(f"--max-file-size was set to {text!r}, which is no size", hint="--max-file-size 5GB")
+    return int(float(match[1]) * units[match[2].upper()])

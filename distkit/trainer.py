@@ -24,6 +24,7 @@ from distkit.logs import RunLog, choose_run_dir, create_run_folder
 from distkit.precision import Precision
 from distkit.preparing import Objects, check_ownership, compare_across_ranks, find_aliases, sort_objects
 from distkit.progress import Progress
+from distkit.requeue import requeue, requeue_note
 from distkit.resuming import WORTH_TELLING_S, Checkpoints, Held
 from distkit.seeds import mix_seed, seed_everything
 from distkit.signals import EXIT_STATUS, SignalWatch
@@ -376,6 +377,8 @@ class Trainer:
         total = self._progress.total_steps(loader, self.config.max_steps)
         self._log.start(total, self._progress.step)
         notes = [*self._loaded.notes]
+        note = requeue_note() if self.config.checkpoint.requeue else None
+        notes += [note] if note is not None else []
         if not self._launched:  # distkit-run has said it
             notes.append(f"run folder {self.run_dir}")
         for line in start_lines(self.config, self.strategy, self.world, loader, scaling, self._stepper, notes):
@@ -446,7 +449,10 @@ class Trainer:
         name = self._signals.received or "SIGTERM"
         self.print(f"{name} at step {self._progress.step}: saving and ending (exit status {EXIT_STATUS[name]})")
         self._stepper.abandon()
+        again = self.config.checkpoint.requeue and name != "SIGINT"
         self.close()
+        if again and self.is_main:
+            sys.stdout.write(requeue() + "\n")  # the log is closed
         sys.exit(EXIT_STATUS[name])
 
     # -- stopping ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     regions: list[StoredRegion] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Size of its values."""
+        from distkit.checkpoint.codec import dtype_from_name
+
+        return prod(self.shape) * dtype_from_name(self.dtype).itemsize
 
 
 @dataclass

@@ -163,6 +163,11 @@ class CheckpointConfig:
         "Copy the state to host memory and write periodic checkpoints while training goes on; costs host memory for "
         "one copy of what a rank writes.",
     )
+    requeue: bool = _key(
+        False,
+        "In a Slurm job that gets SIGUSR1 or SIGTERM: after the checkpoint, ask Slurm to run the job again (scontrol "
+        "requeue).",
+    )
     resume: str = _key(
         "auto", "auto goes on from the newest complete checkpoint; none starts afresh; or a folder or URL."
     )

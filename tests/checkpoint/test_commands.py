@@ -104,9 +104,39 @@ def test_export(distkit: Any, runs: Path, tmp_path: Path) -> None:
     assert torch.equal(model.head.weight, state["wte.weight"])
 
 
+def test_export_to_several_files(distkit: Any, runs: Path, tmp_path: Path) -> None:
+    """Each below the size but for single large tensors, and together the same as the one file."""
+    distkit("export", runs / "two", tmp_path / "one.safetensors")
+    status, out, _ = distkit("export", runs / "two", tmp_path / "many", "--max-file-size", "4KB")
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert status == 0 and f"in {len(files)} files" in out and len(files) > 2
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    whole = load_file(tmp_path / "one.safetensors")
+    parts = {file.name: load_file(file) for file in files}
+    assert {name: file for file, part in parts.items() for name in part} == index["weight_map"]
+    assert {name: t.tolist() for part in parts.values() for name, t in part.items()} == {
+        name: t.tolist() for name, t in whole.items()
+    }
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    assert all(sum(t.nbytes for t in part.values()) <= 4000 or len(part) == 1 for part in parts.values())
+    status, _, err = distkit("export", runs / "two", tmp_path / "many", "--max-file-size", "4KB")
+    assert status == 2 and "holds model-00001-of" in err
+
+
+@pytest.mark.parametrize("folder", ["", "/checkpoints", "/checkpoints/step-00000003"])
+def test_urls_are_taken_everywhere(distkit: Any, runs: Path, folder: str) -> None:
+    url = f"file://{runs}/two{folder}"
+    status, out, _ = distkit("ls", url)
+    assert status == 0 and "step-00000003" in out
+    assert "whole" in distkit("verify", url)[1]
+    assert distkit("diff", url, runs / "two")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("export", "one", "x", "--max-file-size", "large"), "--max-file-size was set to 'large'"),
+        (("ls", "nosuch://bucket/run"), "nosuch:// is no kind of URL"),
         (("ls", "nothing"), "'nothing' isn't there"),
         (("ls", "empty"), "there is no checkpoint in it"),
         (("export", "one", "x.safetensors", "--group", "model_1"), "--group was set to 'model_1', but"),
