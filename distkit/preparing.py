@@ -1,22 +1,130 @@
-"""What is looked at before a model is wrapped: which objects were given, do they belong together, are ranks alike?"""
+"""Preparing the script's objects; before anything is wrapped: do they belong together, are ranks alike?"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from distkit.config import Config
+from distkit.config.schema import BatchConfig
+from distkit.data import PreparedLoader, batch_size_of, resolve_batch
 from distkit.errors import OutOfStepError, UsageError
+from distkit.held import Held
+from distkit.precision import Precision
 from distkit.state import clean_name
+from distkit.stepping import Stepper
+from distkit.strategies.base import Strategy
+from distkit.strategies.modules import group_name
 from distkit.world import World
 
-__all__ = ["Objects", "compare_across_ranks", "find_aliases", "sort_objects"]
+if TYPE_CHECKING:
+    from distkit.pace import PaceSetter
+
+__all__ = ["Objects", "Preparer", "compare_across_ranks", "find_aliases", "sort_objects"]
+
+
+class Preparer:
+    """Takes objects from the script and gives back those that work under the strategy.
+
+    Args:
+        strategy: Wraps modules and optimizers.
+        world: All ranks.
+        config: ``batch``, ``data`` and ``seed`` are used.
+        precision: How to cast.
+        held: Where everything is noted.
+        stepper: Gets the optimizers.
+        listener: Told of batches by the loaders.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        world: World,
+        config: Config,
+        precision: Precision,
+        held: Held,
+        stepper: Stepper,
+        listener: PaceSetter,
+    ) -> None:
+        self.strategy, self.world, self.config, self.precision = strategy, world, config, precision
+        self.held, self.stepper, self.listener = held, stepper, listener
+
+    def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
+        """See :meth:`distkit.Trainer.prepare`."""
+        given = sort_objects(objects)
+        if given.models or given.optimizers:
+            self.world.control.together("prepare")
+            compare_across_ranks(self.world, given.models)
+        own = [self.strategy.unwrap(model) for model in self.held.models]
+        check_ownership(given.optimizers, [*own, *given.models])
+        self._note_aliases(given.models)
+        models, optimizers = self.strategy.prepare(given.models, given.optimizers, self.precision)
+        self.held.models += models
+        self._attach(given, optimizers)
+        loaders = [self._prepare_loader(loader) for loader in given.loaders]
+        replaced: dict[int, Any] = {
+            id(old): new
+            for olds, news in ((given.models, models), (given.optimizers, optimizers), (given.loaders, loaders))
+            for old, new in zip(olds, news, strict=True)
+        }
+        return tuple(replaced.get(id(item), item) for item in objects)
+
+    def missing(self, objects: Sequence[Any]) -> list[Any]:
+        """Prepare those that were not prepared before."""
+        known = {id(x) for x in (*self.held.models, *self.held.loaders, *self.held.schedulers)}
+        known |= {id(run.optimizer) for run in self.stepper.runs}
+        missing = [x for x in objects if id(x) not in known]
+        new = dict(zip(map(id, missing), self.prepare(missing), strict=True)) if missing else {}
+        return [new.get(id(x), x) for x in objects]
+
+    def _note_aliases(self, models: Sequence[nn.Module]) -> None:
+        """Tied weights are found by identity, so before anything is wrapped."""
+        for index, model in enumerate(models, start=len(self.held.models)):
+            self.held.aliases[group_name("model", index)] = find_aliases(model)
+
+    def _attach(self, given: Objects, optimizers: Sequence[Optimizer]) -> None:
+        self.held.schedulers += given.schedulers
+        for old, new in zip(given.optimizers, optimizers, strict=True):
+            own = [s for s in self.held.schedulers if getattr(s, "optimizer", None) in (old, new)]
+            for scheduler in own:
+                scheduler.optimizer = new
+            self.stepper.attach(new, own[0] if own else None)
+        for scheduler in given.schedulers:
+            for run in self.stepper.runs:
+                if scheduler.optimizer is run.optimizer and run.rates.scheduler is None:
+                    run.rates.scheduler = scheduler
+                    run.rates.restored()
+
+    def _prepare_loader(self, loader: Any) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):
+            return loader
+        size = self.world.data.size
+        if self.held.loaders:  # evaluation data and the like: its own batch size on each device
+            plan = resolve_batch(BatchConfig(), batch_size_of(loader), size)
+        else:
+            plan = resolve_batch(self.config.batch, batch_size_of(loader), size)
+        prepared = PreparedLoader(
+            loader,
+            plan=plan,
+            rank=self.world.data.rank,
+            size=size,
+            device=self.world.device,
+            seed=self.config.seed,
+            config=self.config.data,
+            any_rank=self.world.any if self.world.size > 1 else None,
+            listener=self.listener,
+        )
+        if not self.held.loaders:
+            self.stepper.set_accumulate(prepared.plan.accumulate)
+        self.held.loaders.append(prepared)
+        return prepared
 
 
 @dataclass

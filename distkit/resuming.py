@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from distkit.checkpoint import CheckpointManager, CheckpointReader, collect_rng,
 from distkit.checkpoint.paths import to_path
 from distkit.config import Config
 from distkit.errors import CheckpointError, DistkitError
+from distkit.held import Held
 from distkit.optim import Scaling, scale_learning_rate
 from distkit.progress import Progress
 from distkit.seeds import mix_seed
@@ -25,30 +25,15 @@ from distkit.strategies.modules import group_name
 from distkit.world import World
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from distkit.callbacks import Callback
     from distkit.checkpoint.format import Manifest
-    from distkit.data import PreparedLoader
 
-__all__ = ["WORTH_TELLING_S", "Checkpoints", "Held"]
+__all__ = ["WORTH_TELLING_S", "Checkpoints"]
 
 WORTH_TELLING_S = 1.0
 """A shorter wait for a save in the background needs no explanation."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Held:
-    """All that was prepared, in the order of preparation."""
-
-    models: list[nn.Module] = field(default_factory=list)
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    schedulers: list[Any] = field(default_factory=list)
-    loaders: list[PreparedLoader] = field(default_factory=list)
-    trained: set[int] = field(default_factory=set)
-    """Indices of the loaders whose batches were trained on; only their positions matter."""
 
 
 class Checkpoints:

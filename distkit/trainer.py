@@ -16,16 +16,17 @@ from torch.optim import Optimizer
 from distkit.callbacks import Callback
 from distkit.config import load_config
 from distkit.config.launchline import LaunchSettings
-from distkit.config.schema import BatchConfig
-from distkit.data import BatchInfo, PreparedLoader, batch_size_of, resolve_batch
+from distkit.data import BatchInfo
 from distkit.errors import CheckpointError, UsageError
 from distkit.evaluation import LossFunction, MetricFunction, measure
+from distkit.held import Held
 from distkit.logs import RunLog, choose_run_dir, create_run_folder
+from distkit.pace import PaceSetter
 from distkit.precision import Precision
-from distkit.preparing import Objects, check_ownership, compare_across_ranks, find_aliases, sort_objects
+from distkit.preparing import Preparer
 from distkit.progress import Progress
 from distkit.requeue import requeue, requeue_note
-from distkit.resuming import WORTH_TELLING_S, Checkpoints, Held
+from distkit.resuming import WORTH_TELLING_S, Checkpoints
 from distkit.seeds import mix_seed, seed_everything
 from distkit.signals import EXIT_STATUS, SignalWatch
 from distkit.starting import plan_lines, scale_rates, start_lines
@@ -90,7 +91,10 @@ class Trainer:
             self._progress,
             self._callbacks,
         )
-        self._listener = _Listener(self)
+        self._pace = PaceSetter(self)
+        self._preparer = Preparer(
+            self.strategy, self.world, self.config, self.precision, self._held, self._stepper, self._pace
+        )
         self._signals = SignalWatch()
         self._signals.install()
         self._stop_asked: str | None = None
@@ -116,66 +120,8 @@ class Trainer:
             UsageError: An object that can't be prepared, or an optimizer without its model.
             OutOfStepError: The model isn't the same on all ranks.
         """
-        given = sort_objects(objects)
-        if given.models or given.optimizers:
-            self.world.control.together("prepare")
-            compare_across_ranks(self.world, given.models)
-        own = [self.strategy.unwrap(model) for model in self._held.models]
-        check_ownership(given.optimizers, [*own, *given.models])
-        self._note_aliases(given.models)
-        models, optimizers = self.strategy.prepare(given.models, given.optimizers, self.precision)
-        self._held.models += models
-        self._attach(given, optimizers)
-        loaders = [self._prepare_loader(loader) for loader in given.loaders]
-        replaced: dict[int, Any] = {
-            id(old): new
-            for olds, news in ((given.models, models), (given.optimizers, optimizers), (given.loaders, loaders))
-            for old, new in zip(olds, news, strict=True)
-        }
-        result = tuple(replaced.get(id(item), item) for item in objects)
+        result = self._preparer.prepare(objects)
         return result[0] if len(result) == 1 else result
-
-    def _note_aliases(self, models: Sequence[nn.Module]) -> None:
-        """Tied weights are found by identity, so before anything is wrapped."""
-        for index, model in enumerate(models, start=len(self._held.models)):
-            self._held.aliases[group_name("model", index)] = find_aliases(model)
-
-    def _attach(self, given: Objects, optimizers: Sequence[Optimizer]) -> None:
-        self._held.schedulers += given.schedulers
-        for old, new in zip(given.optimizers, optimizers, strict=True):
-            own = [s for s in self._held.schedulers if getattr(s, "optimizer", None) in (old, new)]
-            for scheduler in own:
-                scheduler.optimizer = new
-            self._stepper.attach(new, own[0] if own else None)
-        for scheduler in given.schedulers:
-            for run in self._stepper.runs:
-                if scheduler.optimizer is run.optimizer and run.rates.scheduler is None:
-                    run.rates.scheduler = scheduler
-                    run.rates.restored()
-
-    def _prepare_loader(self, loader: Any) -> PreparedLoader:
-        if isinstance(loader, PreparedLoader):
-            return loader
-        size = self.world.data.size
-        if self._held.loaders:  # evaluation data and the like: its own batch size on each device
-            plan = resolve_batch(BatchConfig(), batch_size_of(loader), size)
-        else:
-            plan = resolve_batch(self.config.batch, batch_size_of(loader), size)
-        prepared = PreparedLoader(
-            loader,
-            plan=plan,
-            rank=self.world.data.rank,
-            size=size,
-            device=self.world.device,
-            seed=self.config.seed,
-            config=self.config.data,
-            any_rank=self.world.any if self.world.size > 1 else None,
-            listener=self._listener,
-        )
-        if not self._held.loaders:
-            self._stepper.set_accumulate(prepared.plan.accumulate)
-        self._held.loaders.append(prepared)
-        return prepared
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module inside a prepared one."""
@@ -290,7 +236,7 @@ class Trainer:
             The last evaluation; empty without ``eval_loader``.
         """
         given = [x for x in (model, optimizer, loader, scheduler, eval_loader) if x is not None]
-        done = dict(zip(map(id, given), self._prepare_missing(given), strict=True))
+        done = dict(zip(map(id, given), self._preparer.missing(given), strict=True))
         model, loader = done[id(model)], done[id(loader)]
         metrics: dict[str, float] = {}
         for _ in self.epochs(epochs):
@@ -302,15 +248,6 @@ class Trainer:
         if eval_loader is not None and not metrics:  # the run was over already when it was resumed
             metrics = self.evaluate(model, done[id(eval_loader)], loss_fn=loss_fn, metric_fn=metric_fn)
         return metrics
-
-    def _prepare_missing(self, objects: list[Any]) -> list[Any]:
-        """Prepare those that were not prepared before."""
-        known = {id(x) for x in (*self._held.models, *self._held.loaders, *self._held.schedulers)}
-        known |= {id(run.optimizer) for run in self._stepper.runs}
-        missing = [x for x in objects if id(x) not in known]
-        result = self.prepare(*missing) if missing else ()
-        new = dict(zip(map(id, missing), result if len(missing) > 1 else (result,), strict=True)) if missing else {}
-        return [new.get(id(x), x) for x in objects]
 
     def evaluate(
         self,
@@ -335,7 +272,7 @@ class Trainer:
         """
         self._start()
         self._finish_open_step()
-        prepared = self._prepare_missing([loader])[0]
+        prepared = self._preparer.missing([loader])[0]
         self.world.control.together("evaluate")
         self._evaluating = True
         try:
@@ -433,7 +370,7 @@ class Trainer:
         return self.should_stop
 
     def _left_early(self) -> bool:
-        return self.should_stop and not self._listener.epoch_is_done
+        return self.should_stop and not self._pace.epoch_is_done
 
     def _logs_at(self, step: int) -> bool:
         return step % self.config.log.every_steps == 0 or step == self.config.max_steps
@@ -649,60 +586,3 @@ class Trainer:
             self._log.close()
             self._signals.remove()
         return False
-
-
-class _Listener:
-    """What prepared loaders tell the Trainer.
-
-    The first prepared loader sets the pace while it is iterated: its windows are the optimizer's, and it ends early when
-    the run stops. Batches that are read under ``torch.no_grad()`` or by ``evaluate`` are not trained on.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._running: list[PreparedLoader] = []
-        self.epoch_is_done = False
-        """Whether the pace-setting loader was read to its end."""
-
-    def epoch_started(self, loader: PreparedLoader) -> None:
-        """Batches are about to come."""
-        trainer = self._trainer
-        trainer._start()
-        self._running.append(loader)
-        if self._sets_pace(loader):
-            self.epoch_is_done = False
-
-    def should_stop(self, loader: PreparedLoader) -> bool:
-        """Asked before each window."""
-        if not self._sets_pace(loader):
-            return False
-        self._trainer._finish_open_step()
-        return self._trainer.should_stop
-
-    def batch_ready(self, loader: PreparedLoader, info: BatchInfo) -> None:
-        """Just before a batch is handed out."""
-        trainer = self._trainer
-        trainer._handed_out = info
-        if self._sets_pace(loader):
-            trainer._held.trained.add(trainer._held.loaders.index(loader))
-            trainer._stepper.batch_ready(info)
-            if info.starts_window:
-                trainer._begin_step()
-            trainer._checkpoints.restore_rng()
-
-    def epoch_ended(self, loader: PreparedLoader, exhausted: bool) -> None:
-        """No more batches: the data ended, the run stops, or the script left the loop."""
-        if self._sets_pace(loader):
-            self.epoch_is_done = exhausted
-            if exhausted:
-                self._trainer._finish_open_step()
-        if loader in self._running:
-            self._running.remove(loader)
-        self._trainer._handed_out = None
-
-    def _sets_pace(self, loader: PreparedLoader) -> bool:
-        trainer = self._trainer
-        if trainer._evaluating or not torch.is_grad_enabled():
-            return False
-        first = trainer._held.loaders[0]
-        return loader is first or first not in self._running

@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
         "memory",
     },
     {"strategies", "data", "checkpoint", "logs"},
-    {"evaluation", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
+    {"evaluation", "held", "pace", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
     {"verify", "bench", "migrate", "doctor", "advise", "launch", "keras"},
     {"cli", "checkpoint_cli", "launch.command"},
 ]
