@@ -1,4 +1,4 @@
-"""``distkit checkpoint``: look at checkpoints, verify and compare them, and take the weights out."""
+"""``distkit checkpoint``: look at checkpoints, verify and compare them, take the weights out, bring others' in."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from distkit.checkpoint import CheckpointInfo
+    from distkit.checkpoint.foreign import Imported
 
 __all__ = ["checkpoint_app"]
 
@@ -34,13 +35,14 @@ EXIT_DIFFERENT = 1
 
 @checkpoint_app.callback()
 def checkpoint() -> None:
-    """Checkpoints: list, inspect, verify, compare, and take the weights out.
+    """Checkpoints: list, inspect, verify, compare, take the weights out, and import those of others.
 
     \b
     Examples:
       distkit checkpoint ls runs/first
       distkit checkpoint verify runs/first
       distkit checkpoint diff runs/first runs/second
+      distkit checkpoint import old/global_step1000 runs/first
     """
 
 
@@ -219,6 +221,71 @@ def export(
     sizes = [(name, reader.stored(group, name, kind).bytes) for name, kind in kinds.items()]
     files = write_sharded_weights(target, split_by_size(sizes, most), read, aliases)
     sys.stdout.write(f"{target}: {len(kinds)} tensors of {reader.path} in {len(files)} files\n")
+
+
+@checkpoint_app.command("import", short_help="Go on from a checkpoint of DeepSpeed, FSDP, Accelerate or Lightning.")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Its file or folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="The folder of the new run.")],
+    origin: Annotated[
+        str,
+        typer.Option("--from", metavar="KIND", help="auto, deepspeed, dcp, accelerate, lightning or torch."),
+    ] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODULE:FUNCTION",
+            help="Your function that builds the model, or (model, optimizer): for names that the files don't tell.",
+        ),
+    ] = None,
+    strip_prefix: Annotated[
+        str | None, typer.Option("--strip-prefix", metavar="PREFIX", help="Take this off names, like model.")
+    ] = None,
+    epoch: Annotated[
+        int | None, typer.Option("--epoch", metavar="N", min=0, help="Go on at the beginning of this epoch.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a checkpoint of DeepSpeed, torch.distributed.checkpoint (FSDP), Accelerate, Lightning or torch.save into the
+    first checkpoint of a run, optimizer state included. No code that the files name is run.
+
+    \b
+    Examples:
+      distkit checkpoint import old/checkpoints runs/first
+      distkit checkpoint import last.ckpt runs/first --strip-prefix model.
+      distkit checkpoint import old/checkpoint_3 runs/first --model train:build
+    """
+    from distkit.checkpoint.foreign import import_checkpoint
+
+    done = import_checkpoint(source, destination, origin=origin, model=model, strip_prefix=strip_prefix, epoch=epoch)
+    if as_json:
+        print_json({**vars(done), "path": str(done.path)})
+        return
+    sys.stdout.write("\n".join(_import_lines(source, destination, done)) + "\n")
+
+
+def _import_lines(source: Path, destination: Path, done: Imported) -> list[str]:
+    """What was found, taken and left, and how to go on."""
+    plural = "es" if done.world_size != 1 else ""
+    lines = [
+        f"found:  {source}: {done.origin}, step {done.step}, {done.world_size} process{plural}",
+        f"taken:  {done.parameters} parameters, {done.buffers} buffers"
+        + "".join(f", {alias} tied to {name}" for alias, name in done.ties.items()),
+    ]
+    for number, optimizer in enumerate(done.optimizers):
+        kinds = ", ".join(optimizer["fields"]) or "none"
+        lines.append(
+            f"        optimizer {number}: state of {optimizer['parameters']} parameters ({kinds}), "
+            f"{optimizer['groups']} parameter groups"
+        )
+    if done.schedulers:
+        lines.append(f"        {done.schedulers} learning rate scheduler{'s' if done.schedulers != 1 else ''}")
+    lines.append(f"left:   {', '.join(done.left)}")
+    lines += [f"note:   {note}" for note in done.notes]
+    lines.append(f"wrote:  {done.path}")
+    lines.append(f"go on:  distkit-run --run-dir {destination} ... begins epoch {done.epoch} at its first sample")
+    return lines
 
 
 def _infos(given: str) -> list[CheckpointInfo]:

@@ -33,7 +33,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(rich_markup_mode=None, context_settings=_HELP, no_args_is_help=True)
 app.add_typer(config_app, name="config", short_help="Settings: merged, and which there are.")
-app.add_typer(checkpoint_app, name="checkpoint", short_help="Checkpoints: list, verify, compare, export.")
+app.add_typer(checkpoint_app, name="checkpoint", short_help="Checkpoints: list, verify, compare, export, import.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
