@@ -128,7 +128,7 @@ def map_tensor(mapped: torch.UntypedStorage, start: int, end: int, path: Path) -
         loaded: torch.Tensor = load_bytes(data, path)
         return loaded
     values = torch.empty(0, dtype=form.dtype)
-    return values.set_(mapped[start + where : start + where + nbytes], 0, form.shape, form.stride())  # type: ignore[call-overload,no-any-return]
+    return values.set_(mapped[start + where : start + where + nbytes], 0, form.shape, form.stride())
 
 
 def load_metadata(path: Path) -> Record:
