@@ -326,9 +326,21 @@ def _take_counters(origin: Origin, first: Mapping[str, Any], optimizers: Sequenc
     if isinstance(first.get("lr_scheduler"), dict):
         origin.schedulers = [plain(first["lr_scheduler"])]
     pick_counters(origin, {key: value for key, value in first.items() if key not in OWN_KEYS})
+    origin.notes += _clipping(first, optimizers)
     scaler = optimizers[0].get("loss_scaler") if optimizers else None
     if isinstance(scaler, Record) and optimizers[0].get("dynamic_loss_scale"):
         origin.left.append(f"the loss scale {getattr(scaler, 'cur_scale', '')}, which starts anew")
+
+
+def _clipping(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """DeepSpeed clips gradients, even unasked (GRADIENT_CLIPPING_DEFAULT is 1.0 in runtime/constants.py of 0.19.8)."""
+    config = first.get("ds_config")
+    norm = optimizers[0].get("clip_grad") if optimizers else None
+    if norm is None and isinstance(config, dict):
+        norm = config.get("gradient_clipping")
+    if norm is None:
+        return ["DeepSpeed 0.19 clips gradients to the norm 1.0 if its config doesn't say: --set optim.clip_norm=1.0"]
+    return [f"DeepSpeed clipped gradients to the norm {norm}: --set optim.clip_norm={norm}"] if norm else []
 
 
 def _base(state: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:

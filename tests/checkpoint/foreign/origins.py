@@ -75,6 +75,9 @@ def deepspeed(folder: str, stage: int, *, bf16: bool = False, model: dict[str, A
 
     from distkit.strategies.zero_engine import leave
 
+    # Counters that ranks compare, and that stand elsewhere in a worker that lived through fewer engines.
+    deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    deepspeed.zero.Init.param_id = 0
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compiling, for inference only
     leave()
     deepspeed.init_distributed("gloo", verbose=False)
@@ -87,6 +90,7 @@ def deepspeed(folder: str, stage: int, *, bf16: bool = False, model: dict[str, A
             "stage3_param_persistence_threshold": 100,
             "sub_group_size": 3_000,  # several groups of stage 3 for one of the optimizer's
         },
+        "gradient_clipping": 0.0,  # 1.0 by default
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -105,6 +109,9 @@ def deepspeed(folder: str, stage: int, *, bf16: bool = False, model: dict[str, A
     if stage == 0:
         note_truth(folder, truth_of(net, optimizer))
     else:
+        if stage < 3:  # DeepSpeed 0.19.8 links state after the first group's first step, when the second has none yet
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
         found = {}
         for name, p in net.named_parameters():
             if p.requires_grad:
@@ -203,9 +210,11 @@ def accelerate(folder: str, *, safe: bool = True) -> list[float]:
 
     run(step)
     accelerator.save_state(folder, safe_serialization=safe)
-    note_truth(folder, truth_of(net, optimizer.optimizer))
+    note_truth(folder, truth_of(accelerator.unwrap_model(net), optimizer.optimizer))
     losses = run(step)
     type(accelerator.state)._reset_state(True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return losses
 
 
