@@ -15,7 +15,7 @@ import torch
 from distkit.checkpoint.foreign.optimizers import is_optimizer, plain_optimizer
 from distkit.checkpoint.foreign.origin import Origin, Pieces, whole_number
 from distkit.checkpoint.foreign.pickles import Record, load_bytes, load_metadata, load_torch, map_bytes, map_tensor
-from distkit.checkpoint.foreign.trees import pick_counters, take_schedulers
+from distkit.checkpoint.foreign.trees import LIGHTNING_VERSION, lightning_leftovers, pick_counters, take_schedulers
 from distkit.errors import CheckpointError
 from distkit.state import Region
 
@@ -46,7 +46,7 @@ def read_dcp(folder: Path) -> Origin:
     if (folder / LIGHTNING_META).exists():
         meta = load_torch(folder / LIGHTNING_META)
         tree = {**(meta if isinstance(meta, dict) else {}), **tree}
-        kind = f"lightning ({kind})"
+        kind = f"lightning {tree.get(LIGHTNING_VERSION, '')}, {kind}"
     tree = _unwrapped(tree)
     key = next((k for k in MODEL_KEYS if isinstance(tree.get(k), dict)), None)
     if key is not None:
@@ -62,6 +62,7 @@ def read_dcp(folder: Path) -> Origin:
         )
     optimizers = [k for k in rest if OPTIMIZER_KEYS.fullmatch(str(k)) and is_optimizer(rest[k])]
     origin = Origin(kind, world_size, model)
+    origin.left = lightning_leftovers(rest)
     origin.optimizers = [plain_optimizer(rest.pop(k), f"{k!r} in {folder}") for k in sorted(optimizers)]
     for nested in ("train_state", "trainer", "progress"):
         inner = rest.get(nested)

@@ -20,7 +20,13 @@ import torch
 from distkit.checkpoint.foreign.optimizers import plain_optimizer, split_state
 from distkit.checkpoint.foreign.origin import Origin, OriginOptimizer, Pieces, Slot, flat_pieces, whole_number
 from distkit.checkpoint.foreign.pickles import Record, load_torch
-from distkit.checkpoint.foreign.trees import pick_counters, plain
+from distkit.checkpoint.foreign.trees import (
+    LIGHTNING_VERSION,
+    lightning_leftovers,
+    pick_counters,
+    plain,
+    take_schedulers,
+)
 from distkit.errors import CheckpointError
 
 __all__ = ["is_deepspeed", "read_deepspeed"]
@@ -325,7 +331,12 @@ def _take_counters(origin: Origin, first: Mapping[str, Any], optimizers: Sequenc
     origin.skipped = whole_number(first, "skipped_steps") or 0
     if isinstance(first.get("lr_scheduler"), dict):
         origin.schedulers = [plain(first["lr_scheduler"])]
-    pick_counters(origin, {key: value for key, value in first.items() if key not in OWN_KEYS})
+    client = {key: value for key, value in first.items() if key not in OWN_KEYS}
+    origin.schedulers = origin.schedulers or take_schedulers(client)  # of Lightning, which steps them itself
+    if LIGHTNING_VERSION in client:
+        origin.kind = f"lightning {client[LIGHTNING_VERSION]}, {origin.kind}"
+        origin.left += lightning_leftovers(client)
+    pick_counters(origin, client)
     origin.notes += _clipping(first, optimizers)
     scaler = optimizers[0].get("loss_scaler") if optimizers else None
     if isinstance(scaler, Record) and optimizers[0].get("dynamic_loss_scale"):

@@ -56,6 +56,11 @@ def match(origin: Origin, user: UserModel | None, strip_prefix: str | None) -> M
     _drop_ties(found)
     found.buffers = _buffers(found, origin, user, clean)
     found.optimizers = origin.optimizers
+    if user is not None and user.groups is not None and len(found.optimizers) > 1:
+        raise CheckpointError(
+            f"the checkpoint has {len(found.optimizers)} optimizers, but --model returned one",
+            hint="let the function return the model alone",
+        )
     for index, optimizer in enumerate(found.optimizers):
         for slot in optimizer.all():
             slot.name = clean(slot.name) if slot.name is not None else None

@@ -11,23 +11,19 @@ import torch
 from distkit.checkpoint.foreign.optimizers import is_optimizer, plain_optimizer
 from distkit.checkpoint.foreign.origin import Origin, Pieces
 from distkit.checkpoint.foreign.pickles import load_torch
-from distkit.checkpoint.foreign.trees import pick_counters, plain, take_schedulers
+from distkit.checkpoint.foreign.trees import (
+    LIGHTNING_VERSION,
+    lightning_leftovers,
+    pick_counters,
+    plain,
+    take_schedulers,
+)
 from distkit.errors import CheckpointError
 
 __all__ = ["read_lightning_file", "read_torch_file", "state_dict_pieces"]
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "model_state", "net", "network", "module")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "optimizer_state", "optimizers")
-LIGHTNING_VERSION = "pytorch-lightning_version"
-LIGHTNING_KEYS = {
-    LIGHTNING_VERSION: None,
-    "loops": "the loops' progress",
-    "callbacks": "callbacks",
-    "hyper_parameters": "hyper_parameters",
-    "hparams_name": None,
-    "datamodule_hyper_parameters": "datamodule_hyper_parameters",
-}
-"""What is left of Lightning's keys, in words; None is not worth a word."""
 
 
 def read_torch_file(path: Path) -> Origin:
@@ -86,9 +82,9 @@ def _lightning(data: dict[str, Any], path: Path) -> Origin:
     states = data.get("optimizer_states") or []
     origin.optimizers = [_optimizer(state, f"optimizer_states[{i}] in {path}") for i, state in enumerate(states)]
     origin.schedulers = [plain(state) for state in data.get("lr_schedulers") or []]
+    origin.left = lightning_leftovers(data)
     known = ("state_dict", "optimizer_states", "lr_schedulers")
-    origin.left = [words for key, words in LIGHTNING_KEYS.items() if words and data.get(key)]
-    pick_counters(origin, {k: v for k, v in data.items() if k not in known and k not in LIGHTNING_KEYS})
+    pick_counters(origin, {key: value for key, value in data.items() if key not in known})
     return origin
 
 

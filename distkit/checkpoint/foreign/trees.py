@@ -9,12 +9,31 @@ import torch
 
 from distkit.checkpoint.foreign.origin import Origin, Pieces, as_int
 
-__all__ = ["pick_counters", "take_schedulers"]
+__all__ = ["LIGHTNING_VERSION", "lightning_leftovers", "pick_counters", "plain", "take_schedulers"]
 
 STEP_KEYS = ("global_step", "global_steps", "step", "steps", "iteration", "iter")
 EPOCH_KEYS = ("epoch", "current_epoch")
 SCHEDULER_KEYS = ("lr_schedulers", "lr_scheduler", "schedulers", "scheduler", "lr_scheduler_state_dict", "scheduler_state_dict")  # fmt: skip
 SCALER_KEYS = ("scaler", "grad_scaler", "scaler_state_dict")
+
+LIGHTNING_VERSION = "pytorch-lightning_version"
+LIGHTNING_KEYS = {
+    LIGHTNING_VERSION: None,
+    "loops": "the loops' progress",
+    "callbacks": "callbacks",
+    "hyper_parameters": "hyper_parameters",
+    "hparams_name": None,
+    "datamodule_hyper_parameters": "datamodule_hyper_parameters",
+}
+"""What is left of Lightning's keys, in words; None is not worth a word."""
+
+
+def lightning_leftovers(data: dict[str, Any]) -> list[str]:
+    """Take what Lightning writes for itself out of the dict; what of it is worth a word."""
+    found = [words for key, words in LIGHTNING_KEYS.items() if words and data.get(key)]
+    for key in LIGHTNING_KEYS:
+        data.pop(key, None)
+    return found
 
 
 def take_schedulers(rest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,6 @@ def test_every_strategy_goes_on_from_it(origins: Origins, pool: Pool, tmp_path: 
 
 def test_a_deepspeed_folder_of_accelerate(origins: Origins, tmp_path: Path) -> None:
     """save_state puts DeepSpeed's folder into ``pytorch_model`` and the rest beside it."""
-    import shutil
-
     made = origins["zero2"]
     shutil.copytree(made.folder, tmp_path / "old" / "pytorch_model")
     for rank in range(2):
@@ -127,3 +126,37 @@ def test_a_deepspeed_folder_of_accelerate(origins: Origins, tmp_path: Path) -> N
 def test_one_tag_of_several(origins: Origins, tmp_path: Path) -> None:
     done = import_checkpoint(origins["zero2"].folder / "global_step3", tmp_path / "run")
     assert done.step == 3 and "'mine'" in done.left
+
+
+def as_lightning(folder: Path, copy: Path) -> dict[str, Any]:
+    """What Lightning 2.6 adds to a folder of its engine (strategies/deepspeed.py, strategies/fsdp.py)."""
+    shutil.copytree(folder, copy)
+    schedulers = [{"last_epoch": 3, "_step_count": 4}]
+    return {"pytorch-lightning_version": "2.6.6", "epoch": 4, "global_step": 3, "lr_schedulers": schedulers, "loops": {"fit_loop": {"x": 1}}}  # fmt: skip
+
+
+def test_a_deepspeed_folder_of_lightning(origins: Origins, tmp_path: Path) -> None:
+    """The tag is ``checkpoint``, and Lightning's dict is DeepSpeed's client_state."""
+    made, copy = origins["zero2"], tmp_path / "last.ckpt"
+    added = as_lightning(made.folder, copy)
+    (copy / "global_step3").rename(copy / "checkpoint")
+    (copy / "latest").write_text("checkpoint")
+    file = copy / "checkpoint" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=True)
+    del state["epoch"]
+    torch.save({**state, "lr_scheduler": None, **added}, file)
+    done = import_checkpoint(copy, tmp_path / "run", origin="lightning")
+    assert (done.origin, done.epoch, done.schedulers) == ("lightning 2.6.6, deepspeed zero2", 4, 1)
+    assert "the loops' progress" in done.left
+    check_truth(made, done)
+
+
+def test_a_sharded_folder_of_lightning(origins: Origins, tmp_path: Path) -> None:
+    """What isn't sharded lies in ``meta.pt``."""
+    made, copy = origins["dcp"], tmp_path / "last.ckpt"
+    added = as_lightning(made.folder, copy)
+    torch.save(added, copy / "meta.pt")
+    done = import_checkpoint(copy, tmp_path / "run")
+    assert done.origin == "lightning 2.6.6, torch.distributed.checkpoint"
+    assert done.schedulers == 1 and done.optimizers[0]["parameters"] == 28
+    check_truth(made, done)
