@@ -8,6 +8,7 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,9 @@ def test_no_payload_runs(kind: str, plant: Callable[[Path, Path], bytes], origin
         source = copy / "last.ckpt" if (copy / "last.ckpt").exists() else copy
         said = attempt(source, tmp_path / f"run-{number}")
         assert not mark.exists(), f"{original.name} ran code"
-        unneeded = original.suffix == ".py" or original.name.startswith("random_states")
+        # Of stage 3 only rank 0's model file is opened where nothing is frozen.
+        others = original.name.endswith("model_states.pt") and original.name.startswith("zero_pp_rank_1")
+        unneeded = original.suffix == ".py" or original.name.startswith("random_states") or others
         assert bool(said) != unneeded, f"{original.name}: {said!r}"
         if said:
             assert not (tmp_path / f"run-{number}" / "checkpoints").exists()
@@ -110,10 +113,8 @@ def test_the_payload_works(tmp_path: Path) -> None:
     """Else the tests above would be worth nothing."""
     for number, plant in enumerate((bare_pickle, old_pickle, torch_file, legacy_torch_file)):
         (tmp_path / "file").write_bytes(plant(tmp_path / "file", tmp_path / f"mark-{number}"))
-        try:
+        with suppress(Exception):  # what comes behind the payload is no checkpoint
             torch.load(tmp_path / "file", weights_only=False)
-        except pickle.UnpicklingError:
-            pickle.loads((tmp_path / "file").read_bytes())
         assert (tmp_path / f"mark-{number}").exists()
 
 
