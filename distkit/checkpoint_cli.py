@@ -226,7 +226,7 @@ def export(
 @checkpoint_app.command("import", short_help="Go on from a checkpoint of DeepSpeed, FSDP, Accelerate or Lightning.")
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Its file or folder.")],
-    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="The folder of the new run.")],
+    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="The folder of the new run, or its URL.")],
     origin: Annotated[
         str,
         typer.Option("--from", metavar="KIND", help="auto, deepspeed, dcp, accelerate, lightning or torch."),
@@ -265,7 +265,7 @@ def import_(
     sys.stdout.write("\n".join(_import_lines(source, destination, done)) + "\n")
 
 
-def _import_lines(source: Path, destination: Path, done: Imported) -> list[str]:
+def _import_lines(source: Path, destination: str, done: Imported) -> list[str]:
     """What was found, taken and left, and how to go on."""
     plural = "es" if done.world_size != 1 else ""
     lines = [

@@ -16,6 +16,7 @@ from distkit.checkpoint.foreign.torch_file import read_lightning_file, read_torc
 from distkit.checkpoint.foreign.user_model import build_model
 from distkit.checkpoint.listing import list_checkpoints
 from distkit.checkpoint.manager import CheckpointManager
+from distkit.checkpoint.paths import to_path
 from distkit.config.schema import CheckpointConfig
 from distkit.errors import CheckpointError
 from distkit.state import OptimizerLayout, Region, Shard
@@ -75,7 +76,7 @@ def import_checkpoint(
 
     Args:
         source: Its file or folder.
-        destination: The run's folder; the checkpoint goes into ``checkpoints`` below it.
+        destination: The run's folder, or its URL; the checkpoint goes into ``checkpoints`` below it.
         origin: One of :data:`FORMATS`; ``auto`` looks at the files.
         model: ``MODULE:FUNCTION``, which builds the model, or model and optimizer.
         strip_prefix: A prefix to take off names.
@@ -84,7 +85,7 @@ def import_checkpoint(
     Raises:
         CheckpointError: It can't be read or named, or the destination has checkpoints already. Nothing is written then.
     """
-    source, destination = Path(source), Path(destination)
+    source, destination = Path(source), to_path(destination)
     folder = destination / "checkpoints"
     if list_checkpoints(folder):
         raise CheckpointError(f"{folder} holds checkpoints already", hint="give the folder of a new run")
