@@ -65,6 +65,8 @@ class Preparer:
         own = [self.strategy.unwrap(model) for model in self.held.models]
         check_ownership(given.optimizers, [*own, *given.models])
         self._note_aliases(given.models)
+        if self.strategy.example_loader is None and given.loaders:
+            self.strategy.example_loader = given.loaders[0]
         models, optimizers = self.strategy.prepare(given.models, given.optimizers, self.precision)
         self.held.models += models
         self._attach(given, optimizers)

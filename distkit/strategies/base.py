@@ -77,6 +77,8 @@ class Strategy(ABC):
         """The users' own modules that were prepared, in their order."""
         self.optimizers: list[torch.optim.Optimizer] = []
         """The prepared optimizers, in their order; empty where the engine holds them otherwise."""
+        self.example_loader: Any = None
+        """The script's training DataLoader, once it is prepared: for strategies that must see a model's forward."""
 
     @classmethod
     def check(cls, config: Config, *, processes: int | None) -> None:

@@ -51,6 +51,8 @@ def check_capabilities(strategy: type[Strategy], config: Config, processes: int 
             f"parallel.tensor was set to {config.parallel.tensor}, but strategy {name!r} splits no layers",
             hint="--set parallel.tensor=1",
         )
+    if config.parallel.tensor > 1:
+        _check_tensor_parallel(config)
     if config.parallel.replicate > 1 and name != "hsdp":
         raise ConfigError(
             f"parallel.replicate was set to {config.parallel.replicate}, but strategy {name!r} has no replica groups",
@@ -61,3 +63,15 @@ def check_capabilities(strategy: type[Strategy], config: Config, processes: int 
             f"parallel.tensor={config.parallel.tensor} doesn't divide the {processes} processes",
             hint="--set parallel.tensor=1",
         )
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    for key, value, refused, instead in (
+        ("precision", config.precision, "fp16", "--set precision=bf16"),
+        ("compile", config.compile, True, "--set compile=false"),
+    ):
+        if value == refused:
+            raise ConfigError(
+                f"{key} was set to {str(value).lower()}, which does not go together with parallel.tensor={config.parallel.tensor}",
+                hint=f"{instead}   or --set parallel.tensor=1",
+            )

@@ -44,6 +44,7 @@ class DDPStrategy(ReplicatedStrategy):
     averages_gradients = True  # its reducer divides by the number of ranks
     capabilities = Capabilities(
         summary="DistributedDataParallel: a whole copy in every process",
+        tensor_parallel=True,
         compress=frozenset({"none", "fp16", "bf16"}),
         best_for="models that fit one device with their optimizer: start here",
     )
@@ -69,7 +70,7 @@ class DDPStrategy(ReplicatedStrategy):
 
         self.check(self.config, processes=environment.size)
         self.world = connect_torch(environment, self.config)
-        self.rank, self.size = self.world.rank, self.world.size
+        self.rank, self.size = self.world.data.rank, self.world.data.size
         return self.world
 
     def prepare(
@@ -92,7 +93,8 @@ class DDPStrategy(ReplicatedStrategy):
     def _wrap(self, model: nn.Module, device: torch.device) -> OpenDDP:
         from distkit.strategies.passthrough import OpenDDP
 
-        arguments = self._arguments()
+        assert self.world is not None
+        arguments = {**self._arguments(), "process_group": self.world.collectives.data_group}
         if device.type == "cuda":
             arguments["device_ids"] = [device]
         wrapped = OpenDDP(model, **arguments)
@@ -163,10 +165,12 @@ class DDPStrategy(ReplicatedStrategy):
         if self.size == 1 or not parameters:
             return
         present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        for parameter, anywhere in zip(parameters, self.world.all_reduce(present, "max").tolist(), strict=True):
+        for parameter, anywhere in zip(
+            parameters, self.world.all_reduce(present, "max", axis="data").tolist(), strict=True
+        ):
             if anywhere:
                 gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                parameter.grad = self.world.all_reduce(gradient).div_(self.size)
+                parameter.grad = self.world.all_reduce(gradient, axis="data").div_(self.size)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :class:`Strategy`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distkit.errors import ConfigError
 from distkit.strategies.base import Capabilities, Strategy
 from distkit.strategies.fsdp_settings import FsdpSettings, check_replicas, choose_replicas
-from distkit.strategies.modules import dress, named_buffers, trained_parameters
+from distkit.strategies.modules import dress, is_split, named_buffers, trained_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ class FSDPStrategy(Strategy):
     averages_gradients = True  # _fsdp_collectives.py, _get_gradient_divide_factors: the mean over the whole mesh
     capabilities = Capabilities(
         summary="fully_shard (FSDP2): parameters, gradients and optimizer states split over the ranks",
+        tensor_parallel=True,
         shards=frozenset({"parameters", "gradients", "optimizer"}),
         precisions=PRECISIONS,
         offload=frozenset({"none", "params"}),
@@ -95,6 +96,8 @@ class FSDPStrategy(Strategy):
     def _mesh(self, world: World) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
+        if world.collectives.data_group is not None:
+            return _mesh_of(world)
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
 
     def notes(self) -> list[str]:
@@ -279,7 +282,11 @@ class FSDPStrategy(Strategy):
         """See :class:`Strategy`."""
         from distkit.strategies.fsdp_engine import global_norm
 
-        norm = global_norm(_gradients(optimizer), self._world)
+        trained = [p for p in trained_parameters(optimizer) if p.grad is not None]
+        norm = global_norm([p.grad for p in trained if not is_split(p)], self._world)
+        if self._world.tensor.size > 1:
+            parts = global_norm([p.grad for p in trained if is_split(p)], self._world)
+            norm = (norm.square() + self._world.all_reduce(parts.square(), axis="tensor")).sqrt()
         if max_norm != float("inf"):
             self.scale_gradients(optimizer, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -458,3 +465,13 @@ class HSDPStrategy(FSDPStrategy):
 
 def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p.grad for p in trained_parameters(optimizer) if p.grad is not None]
+
+
+def _mesh_of(world: World) -> DeviceMesh:
+    """Of the data-parallel ranks, where tensor groups share the layers."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    assert world.collectives.data_group is not None
+    ranks = torch.arange(world.size).reshape(-1, world.tensor.size)[:, world.tensor.rank]
+    return DeviceMesh.from_group(world.collectives.data_group, world.device.type, mesh=ranks, mesh_dim_names=("shard",))

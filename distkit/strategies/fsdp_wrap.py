@@ -143,7 +143,7 @@ class Sharder:
                 continue
             taken.add(id(tensor))
             tensor.data = tensor.data.to(self.world.device).contiguous()
-            tensor.data.copy_(self.world.broadcast(tensor.data))
+            tensor.data.copy_(self.world.broadcast(tensor.data, axis="data"))
 
     def _set_up_traffic(self, model: nn.Module, units: Sequence[Unit]) -> None:
         ahead = self.settings.prefetch
@@ -195,7 +195,8 @@ class Sharder:
                 wanted.setdefault(view.storage, []).append(_filler(view, tensors[name]))
         if wanted:
             self.deferred.replay(
-                {key: _each(fillers) for key, fillers in wanted.items()}, lambda state: self.world.broadcast(state)
+                {key: _each(fillers) for key, fillers in wanted.items()},
+                lambda state: self.world.broadcast(state, axis="data"),
             )
 
     def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -232,7 +233,7 @@ class Sharder:
     def _adopt_field(self, parameter: torch.Tensor, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             return value
-        value = self.world.broadcast(value)
+        value = self.world.broadcast(value, axis="data")
         if isinstance(parameter, DTensor) and value.shape == parameter.shape:
             return like_parameter(value[region_of(parameter).slices].clone(), parameter)
         return value

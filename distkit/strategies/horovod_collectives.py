@@ -110,7 +110,7 @@ class HorovodCollectives(Collectives):
         if wide.data_ptr() != tensor.data_ptr():
             tensor.copy_(wide)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, axis: str) -> None:
         """See :class:`Collectives`."""
         self.broadcast_all([(f"{self.prefix}.broadcast", tensor)], source)
 

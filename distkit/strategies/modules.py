@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from distkit.config import Config
     from distkit.precision import Precision
 
-__all__ = ["compile_in_place", "dress", "group_name", "named_buffers", "parameter_names", "trained_parameters"]
+__all__ = [
+    "compile_in_place",
+    "dress",
+    "group_name",
+    "is_split",
+    "named_buffers",
+    "parameter_names",
+    "trained_parameters",
+]
 
 
 def dress(model: nn.Module, config: Config, precision: Precision) -> nn.Module:
@@ -62,3 +70,8 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The optimizer's parameters that want a gradient, in its own order."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def is_split(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank holds a part of it, and others of its tensor group the rest. Megatron's mark, which DeepSpeed reads."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))

@@ -11,9 +11,10 @@ from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, StrategyUnavailable
 
 if TYPE_CHECKING:
+    from distkit.config import Config
     from distkit.strategies.base import Strategy
 
-__all__ = ["BUILT_IN", "RESOLVED", "strategy_class", "strategy_names"]
+__all__ = ["BUILT_IN", "RESOLVED", "make_strategy", "strategy_class", "strategy_names"]
 
 BUILT_IN = {
     "single": "distkit.strategies.single:SingleStrategy",
@@ -79,6 +80,21 @@ def strategy_class(name: str, *, several: bool = False) -> type[Strategy]:
             hint=f"pip install {point.dist.name if point.dist else point.module.partition('.')[0]}",
         ) from error
     return loaded
+
+
+def make_strategy(config: Config) -> Strategy:
+    """The strategy of a run; with ``parallel.tensor`` above 1 over models whose layers are split.
+
+    Raises:
+        ConfigError: There is no such strategy, or it can't follow the settings.
+    """
+    chosen = strategy_class(config.strategy)
+    if config.parallel.tensor > 1:
+        chosen.check(config, processes=None)
+        from distkit.strategies.tensor_parallel.mixin import with_tensor_parallelism
+
+        chosen = with_tensor_parallelism(chosen)
+    return chosen(config)
 
 
 def _takes_several(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distkit.state import OptimizerLayout, ReadShard, Region, Shard, clean_name
 from distkit.strategies.base import Strategy
-from distkit.strategies.modules import group_name, named_buffers, parameter_names, trained_parameters
+from distkit.strategies.modules import group_name, is_split, named_buffers, parameter_names, trained_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +70,15 @@ class ReplicatedStrategy(Strategy):
             torch._foreach_mul_(gradients, factor)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> torch.Tensor:
-        """See :class:`Strategy`; every rank holds all gradients, so the local norm is the global one."""
+        """See :class:`Strategy`; every rank holds all gradients, but for those of layers that a tensor group shares."""
         from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
         parameters = trained_parameters(optimizer)
-        norm = get_total_norm(_gradients(optimizer))
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None and not is_split(p)])
+        if self.world is not None and self.world.tensor.size > 1:
+            parts = get_total_norm([p.grad for p in parameters if p.grad is not None and is_split(p)])
+            squares = self.world.all_reduce(parts.square().to(norm.device), axis="tensor")
+            norm = (norm.square() + squares).sqrt()
         if max_norm != float("inf"):
             clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

@@ -71,7 +71,8 @@ class ZeroStrategy(Strategy):
     @classmethod
     def engine_config(cls, config: Config, processes: int | None) -> dict[str, Any] | None:
         """DeepSpeed's JSON, as far as it is known without a model."""
-        return deepspeed_config(config, stage=cls.stage, data_size=processes)
+        data_size = None if processes is None else processes // config.parallel.tensor
+        return deepspeed_config(config, stage=cls.stage, data_size=data_size)
 
     def connect(self, environment: Environment) -> World:
         """See :class:`Strategy`."""
@@ -164,7 +165,7 @@ class ZeroStrategy(Strategy):
         settings = self._settings(numel_of(stepped))
         if settings["zero_optimization"].get("offload_optimizer", {}).get("device") == "nvme":
             load_async_io(self.world)
-        engine, layout = start_engine(module, optimizer, settings)
+        engine, layout = start_engine(module, optimizer, settings, self.world)
         unit = Unit(models, optimizer, group_names, stepped, engine, layout)
         self.units.append(unit)
         self._set_masters(unit, originals)
@@ -191,7 +192,7 @@ class ZeroStrategy(Strategy):
             value = values.pop(id(parameter), None)
             if value is None:
                 continue
-            whole = self.world.broadcast(value.to(self.world.device)).reshape(-1)
+            whole = self.world.broadcast(value.to(self.world.device), axis="data").reshape(-1)
             for partition, piece in pieces:
                 if piece.parameter is parameter:
                     with unit.layout.resident(partition, write=True):
@@ -209,7 +210,7 @@ class ZeroStrategy(Strategy):
             )
         model.to(device)
         for tensor in model.parameters():
-            tensor.data.copy_(self.world.broadcast(tensor.data))
+            tensor.data.copy_(self.world.broadcast(tensor.data, axis="data"))
         return model
 
     # -- one window -------------------------------------------------------------------------------------------------
@@ -249,12 +250,23 @@ class ZeroStrategy(Strategy):
         """See :class:`Strategy`; the squares of all ranks' partitions are summed, so it's the one-process norm."""
         import torch
 
+        from distkit.strategies.modules import is_split
+
         assert self.world is not None
-        unit = self._closed(optimizer)
-        gradients = [gradient for _, gradient in unit.partitioned.active_gradients()]
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)) if gradients else torch.zeros(1)
-        local = norms.square().sum().to(self.world.device)
-        norm = self.world.all_reduce(local, axis="data").sqrt()
+        world = self.world
+        whole: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []  # of layers that a tensor group shares
+        for piece, gradient in self._closed(optimizer).partitioned.active_gradients():
+            (parts if is_split(piece.parameter) else whole).append(gradient)
+
+        def squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+            norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)) if gradients else torch.zeros(1)
+            return norms.square().sum().to(world.device)
+
+        total = squares(whole)
+        if self.world.tensor.size > 1:
+            total = total + self.world.all_reduce(squares(parts), axis="tensor")
+        norm = self.world.all_reduce(total, axis="data").sqrt()
         if max_norm != float("inf"):
             self.scale_gradients(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -303,10 +315,10 @@ class ZeroStrategy(Strategy):
         import torch
 
         assert self.world is not None
-        if self.world.size == 1:
+        if self.world.data.size == 1:
             return
         used = torch.tensor([id(p) in unit.partitioned.used for p in unit.stepped], dtype=torch.int32)
-        most, least = self.world.all_reduce(torch.stack([used, -used]), "max")
+        most, least = self.world.all_reduce(torch.stack([used, -used]), "max", axis="data")
         if torch.equal(most, -least):
             return
         from distkit.strategies.modules import parameter_names
@@ -420,6 +432,7 @@ class Zero1Strategy(ZeroStrategy):
     capabilities = Capabilities(
         summary="DeepSpeed ZeRO 1: optimizer states split over the ranks",
         engine="deepspeed",
+        tensor_parallel=True,
         shards=frozenset({"optimizer"}),
         offload=frozenset({"none", "optimizer"}),
         compress=frozenset({"none", "fp16", "bf16"}),
@@ -436,6 +449,7 @@ class Zero2Strategy(ZeroStrategy):
     capabilities = Capabilities(
         summary="DeepSpeed ZeRO 2: optimizer states and gradients split over the ranks",
         engine="deepspeed",
+        tensor_parallel=True,
         shards=frozenset({"gradients", "optimizer"}),
         offload=frozenset({"none", "optimizer"}),
         compress=frozenset({"none", "fp16", "bf16"}),
@@ -452,6 +466,7 @@ class Zero3Strategy(ZeroStrategy):
     capabilities = Capabilities(
         summary="DeepSpeed ZeRO 3: parameters, gradients and optimizer states split over the ranks",
         engine="deepspeed",
+        tensor_parallel=True,
         shards=frozenset({"parameters", "gradients", "optimizer"}),
         offload=frozenset({"none", "optimizer", "params"}),
         compress=frozenset({"none", "fp16", "bf16"}),

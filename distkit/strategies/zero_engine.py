@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distkit.errors import StrategyUnavailable
+from distkit.strategies.tensor_parallel.sharded import ShardedTensor
 from distkit.strategies.zero_optimizer import PartitionOptimizer
 from distkit.strategies.zero_partitions import Layout, layout_of
 
@@ -28,6 +29,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -43,6 +45,52 @@ __all__ = [
     "split_at_birth",
     "start_engine",
 ]
+
+
+def _see_parts() -> None:
+    """Stage 3 puts an autograd function around each module's inputs and outputs, to gather and free weights in backward
+    (parameter_offload.py:434). Around a tensor that is split over a tensor group it belongs around this rank's part, since
+    autograd sees nothing else of it."""
+    whole = zero_utils.apply_to_tensors_only
+    if getattr(whole, "sees_parts", False):
+        return
+
+    def apply(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
+        if isinstance(value, ShardedTensor):
+            return value.with_local(whole(function, value.local, warning_msg_fn))
+        return whole(function, value, warning_msg_fn)
+
+    apply.sees_parts = True  # type: ignore[attr-defined]
+    zero_utils.apply_to_tensors_only = parameter_offload.apply_to_tensors_only = apply
+
+
+class TensorGroups:
+    """What DeepSpeed asks of Megatron's ``mpu``: which ranks share each layer, and which see different batches."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def get_model_parallel_rank(self) -> int:
+        return self._world.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._world.tensor.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self._world.collectives.tensor_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._world.data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._world.data.size
+
+    def get_data_parallel_group(self) -> Any:
+        return self._world.collectives.data_group
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -243,7 +291,9 @@ def leave() -> None:
     deepspeed.comm.comm.cdb = None
 
 
-def start_engine(module: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> tuple[Engine, Layout]:
+def start_engine(
+    module: nn.Module, optimizer: Optimizer, settings: dict[str, Any], world: World
+) -> tuple[Engine, Layout]:
     """DeepSpeed's engine over a module, stepping the script's optimizer.
 
     What ``deepspeed.initialize`` does for a plain model, with :class:`Engine` in the place of its class.
@@ -252,18 +302,24 @@ def start_engine(module: nn.Module, optimizer: Optimizer, settings: dict[str, An
         module: On any device.
         optimizer: The script's.
         settings: DeepSpeed's JSON.
+        world: Its data-parallel ranks share the optimizer's states.
     """
+    mpu = None
+    if world.tensor.size > 1:
+        mpu = TensorGroups(world)
+        _see_parts()
     settings = {**copy.deepcopy(settings), "zero_force_ds_cpu_optimizer": False}  # zero_cpu_adam.py follows that key
     partitioned = PartitionOptimizer(optimizer)
     deepspeed.zero.partition_parameters.shutdown_init_context()
     try:
-        parsed = DeepSpeedConfig(settings)
+        parsed = DeepSpeedConfig(settings, mpu)
         engine = Engine(
             args=None,
             model=module,
             optimizer=partitioned,
             config=settings,
             config_class=parsed,
+            mpu=mpu,
             dist_init_required=False,
         )
     finally:

@@ -29,13 +29,18 @@ class Pending(ABC):
 class Collectives(ABC):
     """What World needs. ``axis`` is ``world``, ``data`` or ``tensor``; tensors lie on the device unless said."""
 
+    data_group: ProcessGroup | None = None
+    """torch's process group of the data-parallel ranks; None is the whole world, or there is none of torch."""
+    tensor_group: ProcessGroup | None = None
+    """The same for the ranks that share each layer; None where there is one rank in each."""
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: str, axis: str) -> None:
         """In place; ``op`` is sum, max or min."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """In place, from global rank ``source`` to all."""
+    def broadcast(self, tensor: torch.Tensor, source: int, axis: str) -> None:
+        """In place, from the axis' rank ``source`` to all of it."""
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, axis: str) -> list[torch.Tensor]:
@@ -67,7 +72,7 @@ class Alone(Collectives):
     def all_reduce(self, tensor: torch.Tensor, op: str, axis: str) -> None:
         """Already reduced."""
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, axis: str) -> None:
         """Already there."""
 
     def all_gather(self, tensor: torch.Tensor, axis: str) -> list[torch.Tensor]:
@@ -125,6 +130,7 @@ class TorchCollectives(Collectives):
         owns_world: bool,
     ) -> None:
         self.groups = {"world": None, "data": data, "tensor": tensor}
+        self.data_group, self.tensor_group = data, tensor
         self.control = control
         self.owns_world = owns_world
 
@@ -135,11 +141,11 @@ class TorchCollectives(Collectives):
         ops = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
         all_reduce(tensor, op=ops[op], group=self._group(axis, tensor))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, axis: str) -> None:
         """See :class:`Collectives`."""
         from torch.distributed import broadcast
 
-        broadcast(tensor, src=source, group=self._group("world", tensor))
+        broadcast(tensor, group=self._group(axis, tensor), group_src=source)
 
     def all_gather(self, tensor: torch.Tensor, axis: str) -> list[torch.Tensor]:
         """See :class:`Collectives`."""

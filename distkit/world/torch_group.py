@@ -15,13 +15,16 @@ from distkit.errors import LaunchError
 from distkit.world.collectives import TorchCollectives
 from distkit.world.device import backend_for, choose_device
 from distkit.world.environment import Environment
-from distkit.world.world import World
+from distkit.world.world import Axis, World
 
 __all__ = ["connect_torch", "join_processes"]
 
 
 def connect_torch(environment: Environment, config: Config) -> World:
-    """A World over torch.distributed in which every rank is a data-parallel rank.
+    """A World over torch.distributed.
+
+    ``parallel.tensor`` neighbouring ranks share each layer, so that they sit on one node; the ranks of equal place in those
+    groups are the data-parallel ones.
 
     Args:
         environment: From the launcher's variables.
@@ -33,8 +36,28 @@ def connect_torch(environment: Environment, config: Config) -> World:
     device = choose_device(config.device, environment.local_rank, environment.size)
     owns_world = join_processes(environment, config, device)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeouts.step_s))
-    collectives = TorchCollectives(data=None, tensor=None, control=control, owns_world=owns_world)
-    return World(environment, device, collectives, backend=dist.get_backend())
+    size = config.parallel.tensor
+    data = tensor = None
+    if size > 1:
+        data, tensor = _cross_groups(environment, config, size)
+    collectives = TorchCollectives(data=data, tensor=tensor, control=control, owns_world=owns_world)
+    return World(
+        environment,
+        device,
+        collectives,
+        backend=dist.get_backend(),
+        data=Axis(environment.rank // size, environment.size // size),
+        tensor=Axis(environment.rank % size, size),
+    )
+
+
+def _cross_groups(environment: Environment, config: Config, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's data-parallel and tensor group; all ranks make all groups."""
+    limit = timedelta(seconds=config.timeouts.step_s)
+    ranks = torch.arange(environment.size).reshape(-1, size)
+    across = [dist.new_group(column, timeout=limit) for column in ranks.T.tolist()]
+    inside = [dist.new_group(row, timeout=limit) for row in ranks.tolist()]
+    return across[environment.rank % size], inside[environment.rank // size]
 
 
 def join_processes(environment: Environment, config: Config, device: torch.device) -> bool:

@@ -107,11 +107,11 @@ class World:
             self.collectives.all_reduce(result, op, axis)
         return result
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The values of rank ``source``, as a new tensor on every rank; shapes and dtypes must agree."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, axis: str = "world") -> torch.Tensor:
+        """The values of the axis' rank ``source``, as a new tensor on each of its ranks; shapes and dtypes must agree."""
         result = tensor.detach().clone().contiguous()
-        if self.size > 1:
-            self.collectives.broadcast(result, source)
+        if self._axis_size(axis) > 1:
+            self.collectives.broadcast(result, source, axis)
         return result
 
     def all_gather(self, tensor: torch.Tensor, axis: str = "data") -> list[torch.Tensor]:

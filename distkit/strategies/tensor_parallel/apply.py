@@ -1,0 +1,104 @@
+"""Putting a layout into a model: parameters keep their identity and their names, and become this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from distkit.strategies.tensor_parallel.group import TensorGroup
+from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
+from distkit.strategies.tensor_parallel.layers import ColumnForward, RowForward, VocabForward
+from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, VOCAB, Layout, Runs, Split
+
+__all__ = ["PlacedParameter", "apply_layout", "placed_parameters", "tried_out"]
+
+FORWARDS: dict[str, Callable[..., Any]] = {COLUMN: ColumnForward, ROW: RowForward, VOCAB: VocabForward}
+
+
+@dataclass(frozen=True)
+class PlacedParameter:
+    """Where a rank's part of a parameter lies in the whole.
+
+    Args:
+        shape: Of the whole.
+        dim: The split dimension.
+        runs: By rank.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    runs: tuple[Runs, ...]
+
+
+def placed_parameters(model: nn.Module, layout: Layout) -> dict[str, PlacedParameter]:
+    """The parameters that a layout splits, by name, while the model is still whole."""
+    placed: dict[str, PlacedParameter] = {}
+    for name, split in layout.splits.items():
+        module = model.get_submodule(name)
+        kind = kind_of(module)
+        assert kind is not None
+        for own, parameter in module.named_parameters(recurse=False):
+            dim = _split_dim(own, kind, split)
+            if dim is not None:
+                placed[f"{name}.{own}" if name else own] = PlacedParameter(tuple(parameter.shape), dim, split.runs)
+    return placed
+
+
+def _split_dim(own: str, kind: Kind, split: Split) -> int | None:
+    if own == "weight":
+        return kind.output_dim if split.style == COLUMN else kind.input_dim
+    return 0 if own == "bias" and split.style == COLUMN else None
+
+
+def apply_layout(model: nn.Module, layout: Layout, group: TensorGroup) -> dict[str, PlacedParameter]:
+    """Split a model in place.
+
+    Args:
+        model: Whole, the same on all ranks of the group.
+        layout: For it.
+        group: The tensor group.
+
+    Returns:
+        The parameters that are split now, by name, under all names of tied ones.
+    """
+    placed = placed_parameters(model, layout)
+    kinds = {name: kind_of(model.get_submodule(name)) for name in layout.splits}
+    done: set[int] = set()
+    for name, place in placed.items():
+        parameter = model.get_parameter(name)
+        if id(parameter) in done:
+            continue
+        done.add(id(parameter))
+        parameter.data = part_of(parameter.data, place, group.rank)
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron marks them; DeepSpeed reads it
+    for name, split in layout.splits.items():
+        module = model.get_submodule(name)
+        module.forward = FORWARDS[split.style](name, module, kinds[name], split, group)
+    return placed
+
+
+def part_of(tensor: torch.Tensor, place: PlacedParameter, rank: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, as memory of its own."""
+    pieces = [tensor.narrow(place.dim, start, length) for start, length in place.runs[rank]]
+    return torch.cat(pieces, place.dim).contiguous()
+
+
+@contextmanager
+def tried_out(model: nn.Module, layout: Layout, rank: int) -> Iterator[None]:
+    """While it is open a model is what one rank of a group would hold, with nobody to talk to."""
+    kept = {name: parameter.data for name, parameter in model.named_parameters()}
+    try:
+        apply_layout(model, layout, TensorGroup(rank, layout.size, None))
+        yield
+    finally:
+        for name in layout.splits:
+            module = model.get_submodule(name)
+            if "forward" in vars(module):
+                del module.forward
+        for name, value in kept.items():
+            model.get_parameter(name).data = value

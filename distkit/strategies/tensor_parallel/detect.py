@@ -1,0 +1,368 @@
+"""Finding out what can be split, by looking at what depends on what.
+
+A copy of the model with random weights runs once on an example. The graph is cut behind every linear layer and embedding, so
+that what reaches a layer's input comes from the layers just before it. For each layer B and each rank's slice of B's input
+features, one backward pass shows on which output features of which layer A that slice depends. Where the slices depend on
+parts of A that don't overlap, A can be split by column and B by row, and the parts say how: one run a rank for a plain
+layer, several for a fused q, k, v, whole heads for attention, whichever way it is written. A normalisation or anything else
+that mixes features makes the parts overlap, and the layers stay whole.
+
+The layout is then tried out: each rank of the group in turn runs the copy on its parts, and every row layer's input, and the
+model's output, must be what they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from distkit.strategies.tensor_parallel.apply import tried_out
+from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
+from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, Layout, Runs, Split, join_runs
+from distkit.strategies.tensor_parallel.sharded import ShardedTensor
+
+__all__ = ["detect", "random_twin"]
+
+Run = Callable[[nn.Module], Any]
+"""Calls a model on the example."""
+
+
+@dataclass
+class _Trace:
+    """One run of the twin, cut behind every layer.
+
+    Args:
+        outputs: By layer, what it gave in each call; leaves of the graph.
+        inputs: By layer, what reached it in each call.
+    """
+
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """A row layer and the column layers that feed it."""
+
+    row: str
+    columns: dict[str, tuple[Runs, ...]]
+    summed: list[str]
+
+
+def detect(model: nn.Module, run: Run, size: int) -> Layout:
+    """Find the layers of a model that can be split.
+
+    Args:
+        model: Not changed; its values don't matter.
+        run: Calls a model like it on an example, in evaluation mode.
+        size: Ranks of a tensor group.
+
+    Returns:
+        The layout; what isn't recognised is not in it, and ``notes`` say why.
+    """
+    twin = random_twin(model)
+    kinds = {name: kind for name, module in twin.named_modules() if (kind := kind_of(module)) is not None}
+    with _reproducible():
+        trace = _trace(twin, kinds, run)
+    layout = Layout(size)
+    groups = [group for name in kinds if (group := _group_of(name, trace, kinds, twin, layout)) is not None]
+    del trace
+    # Embeddings alone (without a norm behind them) come last: a split table saves little, and the row behind it sums a lot.
+    groups.sort(key=lambda group: all(kinds[name].name == "embedding" for name in group.columns))
+    refused: set[str] = set()
+    while True:
+        layout.splits.clear()
+        chosen = _agreeing([group for group in groups if not _is_refused(group.row, refused)], layout)
+        for group in chosen:
+            _enter(group, kinds, layout)
+        with _reproducible():
+            failure = _try_out(twin, layout, run)
+        if failure is None:
+            return layout
+        row, layout.notes[row] = failure
+        refused |= {row, *([_family(row)] if any(_family(row) == _family(other) for other in refused) else [])}
+
+
+def _family(name: str) -> str:
+    """The same layer of all blocks."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _is_refused(row: str, refused: set[str]) -> bool:
+    """Itself, or its whole family after two of it: a model of a hundred blocks is not tried a hundred times."""
+    return row in refused or _family(row) in refused
+
+
+def _try_out(twin: nn.Module, layout: Layout, run: Run) -> tuple[str, str] | None:
+    """Run each rank's part: the first row layer that is wrong, and why; None if all is as it was."""
+    with torch.no_grad():
+        expected = _record(twin, layout, run)
+        for rank in range(layout.size):
+            failure = _differs(twin, layout, rank, run, expected) if layout.splits else None
+            if failure is not None:
+                return failure
+    return None
+
+
+@dataclass
+class _Expected:
+    """What row layers take and give in each call, and what comes out of the model."""
+
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    result: list[torch.Tensor] = field(default_factory=list)
+
+
+class _DifferentError(Exception):
+    """A row layer got something else than its part."""
+
+
+def _record(twin: nn.Module, layout: Layout, run: Run) -> _Expected:
+    expected, handles = _Expected(), []
+    for name, _ in layout.of_style(ROW):
+
+        def note(module: nn.Module, args: Any, output: torch.Tensor, name: str = name) -> None:
+            expected.inputs.setdefault(name, []).append(args[0])
+            expected.outputs.setdefault(name, []).append(output)
+
+        handles.append(twin.get_submodule(name).register_forward_hook(note))
+    try:
+        expected.result = _tensors(run(twin))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return expected
+
+
+def _differs(twin: nn.Module, layout: Layout, rank: int, run: Run, expected: _Expected) -> tuple[str, str] | None:
+    """Run one rank's part, where row layers give what they gave when whole; the first row layer that is wrong, and why."""
+    at: list[str] = []
+    with tried_out(twin, layout, rank):
+        for name, split in layout.of_style(ROW):
+            calls = zip(expected.inputs[name], expected.outputs[name], strict=True)
+            twin.get_submodule(name).forward = _checking(name, split, rank, calls, at)
+        try:
+            found = _tensors(run(twin))
+        except Exception as error:  # whatever a model does with parts that it can't work with
+            waiting = [name for name, _ in layout.of_style(ROW) if name not in at]
+            return (waiting[0] if waiting else at[-1]), f"{type(error).__name__}: {error}"
+    same = len(found) == len(expected.result) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(found, expected.result, strict=False)
+    )
+    return None if same else (at[-1] if at else next(iter(layout.splits)), "the model's output was another")
+
+
+def _checking(
+    name: str, split: Split, rank: int, calls: Iterator[Any], at: list[str]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        whole, output = next(calls)
+        start, length = split.runs[rank][0]
+        if not isinstance(inputs, ShardedTensor) or not _close(inputs.local, whole.narrow(-1, start, length)):
+            raise _DifferentError(f"{name} doesn't get its part of the input")
+        at.append(name)
+        result: torch.Tensor = output
+        return result
+
+    return forward
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors of an output; of parts that come out, this rank's can't be compared and are left out."""
+    values = value.to_tuple() if hasattr(value, "to_tuple") else value
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and not isinstance(t, ShardedTensor)]
+
+
+def random_twin(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode, on the CPU in fp32, whose weights are random: zeros and ones would hide dependencies."""
+    twin = copy.deepcopy(model).to("cpu", torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise / max(1, parameter.shape[-1]) ** 0.5)
+            else:
+                parameter.copy_(1 + noise / 10)
+    return twin
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """Whatever the model draws, the script's generators stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def _trace(twin: nn.Module, kinds: dict[str, Kind], run: Run) -> _Trace:
+    trace = _Trace()
+    handles = []
+    for name in kinds:
+        module = twin.get_submodule(name)
+
+        def before(module: nn.Module, args: Any, name: str = name) -> None:
+            if args and isinstance(args[0], torch.Tensor):
+                trace.inputs.setdefault(name, []).append(args[0])
+
+        def after(module: nn.Module, args: Any, output: Any, name: str = name) -> torch.Tensor:
+            leaf: torch.Tensor = output.detach().requires_grad_()
+            trace.outputs.setdefault(name, []).append(leaf)
+            return leaf
+
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        with torch.enable_grad():
+            run(twin)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return trace
+
+
+def _group_of(name: str, trace: _Trace, kinds: dict[str, Kind], twin: nn.Module, layout: Layout) -> _Group | None:
+    """The group of which this layer is the row, if it can be one."""
+    kind, size = kinds[name], layout.size
+    if kind.name == "embedding" or name not in trace.inputs:
+        return None
+    if not all(value.requires_grad for value in trace.inputs[name]):
+        layout.notes[name] = "no layer feeds it"
+        return None
+    if kind.inputs % size:
+        layout.notes[name] = f"{kind.inputs} input features don't divide by {size}"
+        return None
+    leaves = [(other, leaf) for other, calls in trace.outputs.items() for leaf in calls]
+    loose = [(n, p) for n, p in twin.named_parameters() if n.rpartition(".")[0] not in kinds]
+    needed: dict[str, list[torch.Tensor]] = {}
+    summed: set[str] = set()
+    for rank in range(size):
+        masks, touched = _dependencies(trace.inputs[name], rank, size, leaves, loose)
+        summed |= touched
+        for other, mask in masks.items():
+            if bool(mask.all()):
+                layout.notes[name] = f"each part of its input depends on all of {other or 'the model'}"
+                return None
+            needed.setdefault(other, []).append(mask)
+    columns: dict[str, tuple[Runs, ...]] = {}
+    for other, masks_of in needed.items():
+        runs = _runs(masks_of, size)
+        if runs is None:
+            layout.notes[name] = f"its {size} parts share features of {other}, such as heads that {size} doesn't divide"
+            return None
+        columns[other] = runs
+    return _Group(name, columns, sorted(summed)) if columns else None
+
+
+def _dependencies(
+    inputs: Sequence[torch.Tensor],
+    rank: int,
+    size: int,
+    leaves: Sequence[tuple[str, torch.Tensor]],
+    loose: Sequence[tuple[str, nn.Parameter]],
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Which output features of which layers one rank's slice depends on, and which parameters besides."""
+    part = sum(
+        (value.narrow(-1, rank * (value.shape[-1] // size), value.shape[-1] // size) * _weights(value, size)).sum()
+        for value in inputs
+    )
+    assert isinstance(part, torch.Tensor)
+    wanted = [leaf for _, leaf in leaves] + [parameter for _, parameter in loose]
+    gradients = torch.autograd.grad(part, wanted, retain_graph=True, allow_unused=True)
+    masks: dict[str, torch.Tensor] = {}
+    for (name, leaf), gradient in zip(leaves, gradients, strict=False):
+        if gradient is not None:
+            mask = (gradient != 0).reshape(-1, leaf.shape[-1]).any(0)
+            if bool(mask.any()):
+                masks[name] = masks[name] | mask if name in masks else mask
+    touched = {
+        name
+        for (name, _), gradient in zip(loose, gradients[len(leaves) :], strict=True)
+        if gradient is not None and bool((gradient != 0).any())
+    }
+    return masks, touched
+
+
+def _weights(value: torch.Tensor, size: int) -> torch.Tensor:
+    """Random, so that contributions don't cancel: a plain sum over a softmax is constant."""
+    shape = [*value.shape[:-1], value.shape[-1] // size]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _runs(masks: Sequence[torch.Tensor], size: int) -> tuple[Runs, ...] | None:
+    """Each rank's features as runs; None if they overlap, are of unequal number or don't cover all."""
+    if len(masks) != size:
+        return None
+    stacked = torch.stack(list(masks)).int()
+    if bool((stacked.sum(0) > 1).any()):
+        return None
+    owner = torch.where(stacked.sum(0) == 1, stacked.argmax(0), -1).tolist()
+    found = next((o for o in _filled(owner, size) if all(o.count(rank) * size == len(o) for rank in range(size))), None)
+    if found is None:
+        return None
+    return tuple(join_runs([(i, 1) for i, rank in enumerate(found) if rank == own]) for own in range(size))
+
+
+def _filled(owner: list[int], size: int) -> Iterator[list[int]]:
+    """Features that no slice depends on, such as those that a ReLU shut for the whole example (-1), go with their
+    neighbours; whether that is right is tried out."""
+    if -1 not in owner:
+        yield owner
+        return
+    even = [i * size // len(owner) for i in range(len(owner))]
+    if all(a in (-1, b) for a, b in zip(owner, even, strict=True)):
+        yield even
+    for order in (1, -1):
+        filled, last = [], -1
+        for rank in owner[::order]:
+            last = rank if rank != -1 else last
+            filled.append(last)
+        yield filled[::order]
+
+
+def _agreeing(groups: Sequence[_Group], layout: Layout) -> list[_Group]:
+    """A column layer that feeds several rows must be cut the same way for all of them, and a layer has one style; of
+    groups that can't be together, the first."""
+    kept: list[_Group] = []
+    rows: set[str] = set()
+    seen: dict[str, tuple[Runs, ...]] = {}
+    for group in groups:
+        own = group.columns
+        clash = next((c for c in own if c in rows or seen.get(c, own[c]) != own[c]), None)
+        if clash is None and group.row in seen:
+            clash = group.row
+        if clash is not None:
+            layout.notes[group.row] = f"{clash} would have to be split in two ways"
+            continue
+        seen.update(own)
+        rows.add(group.row)
+        kept.append(group)
+    return kept
+
+
+def _enter(group: _Group, kinds: dict[str, Kind], layout: Layout) -> None:
+    kind = kinds[group.row]
+    piece = kind.inputs // layout.size
+    row_runs: tuple[Runs, ...] = tuple(((rank * piece, piece),) for rank in range(layout.size))
+    layout.splits[group.row] = Split(
+        ROW, row_runs, (kind.inputs,), partners=tuple(group.columns), summed=tuple(group.summed)
+    )
+    for name, runs in group.columns.items():
+        layout.splits[name] = Split(COLUMN, runs, _parts(runs, kinds[name].outputs))
+
+
+def _parts(runs: tuple[Runs, ...], outputs: int) -> tuple[int, ...]:
+    """Sizes of the parts that are each cut into one piece a rank, from what the first rank holds."""
+    starts = [start for start, _ in runs[0]]
+    return tuple(b - a for a, b in zip(starts, [*starts[1:], outputs], strict=True))

@@ -1,0 +1,117 @@
+"""The ranks that share each layer, and the four ways in which activations travel between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["TensorGroup", "copy_to_group", "gather_from_group", "reduce_from_group"]
+
+
+class TensorGroup:
+    """A tensor group.
+
+    Args:
+        rank: This rank in it.
+        size: Ranks in it.
+        group: How they talk; None for one that nobody else is in, as when a layout is tried out.
+    """
+
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+        self.rank, self.size, self.group = rank, size, group
+        self.last_copy: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The tensor that was copied last, and its copy; until backward comes by."""
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """This rank and the size."""
+        return self.rank, self.size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the group, as a new tensor."""
+        if self.group is None:
+            return tensor
+        from torch.distributed import all_reduce
+
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, group=self.group)
+        return total
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks of the group."""
+        if self.group is None:
+            return [tensor] * self.size
+        from torch.distributed import all_gather
+
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        all_gather(parts, tensor.contiguous(), group=self.group)
+        return parts
+
+
+class _Copy(torch.autograd.Function):
+    """The same forward; backward sums what each rank's part of the layers gave (Megatron-LM's f, arXiv 1909.08053)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.group.last_copy = None
+        return ctx.group.all_reduce(gradients[0]), None
+
+
+class _Reduce(torch.autograd.Function):
+    """Forward sums over the group; backward is the same (its g)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return group.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward puts the last dimension together; backward takes this rank's part, since all computed the same from it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group, ctx.width = group, tensor.shape[-1]
+        return torch.cat(group.all_gather(tensor), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].narrow(-1, ctx.group.rank * ctx.width, ctx.width), None
+
+
+def copy_to_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Before split layers: each rank goes on with the same values.
+
+    Layers that take the same tensor one after the other (q, k and v) share the copy, so that backward sums once for them all.
+    """
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    if group.last_copy is not None and group.last_copy[0] is tensor:
+        return group.last_copy[1]
+    made: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+    group.last_copy = (tensor, made)
+    return made
+
+
+def reduce_from_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Behind a row layer: the sum of all ranks' parts."""
+    result: torch.Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_from_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """The last dimension of all ranks, in their order."""
+    result: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,91 @@
+"""Split layers: what a module's forward becomes. The module stays the user's own, with its names, and a smaller weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from distkit.errors import UsageError
+from distkit.strategies.tensor_parallel.group import (
+    TensorGroup,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+)
+from distkit.strategies.tensor_parallel.kinds import Kind
+from distkit.strategies.tensor_parallel.layout import Split
+from distkit.strategies.tensor_parallel.sharded import ShardedTensor
+
+__all__ = ["ColumnForward", "RowForward", "VocabForward"]
+
+
+class _SplitForward:
+    """Called in place of a module's forward.
+
+    Args:
+        name: The module's, for messages.
+        module: Holds the local weight.
+        kind: As it was when it was whole.
+        split: How it is split.
+        group: The tensor group.
+    """
+
+    def __init__(self, name: str, module: nn.Module, kind: Kind, split: Split, group: TensorGroup) -> None:
+        self.name, self.module, self.kind, self.split, self.group = name, module, kind, split, group
+
+    def _multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight: Any = self.module.weight
+        if self.kind.name == "conv1d":
+            weight = weight.t()
+        return functional.linear(inputs, weight, bias)
+
+    @property
+    def _bias(self) -> torch.Tensor | None:
+        bias: Any = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, torch.Tensor) else None
+
+
+class ColumnForward(_SplitForward):
+    """Whole inputs; each rank computes its output features. Also an embedding of which each rank has some features."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if isinstance(inputs, ShardedTensor):
+            raise UsageError(
+                f"{self.name} is split by column, but what reaches it is split already",
+                hint=f"--set 'parallel.tensor_layout={{\"{self.name}\": row}}'",
+            )
+        if self.kind.name == "embedding":
+            output = functional.embedding(inputs, self.module.weight)  # type: ignore[arg-type]
+        else:
+            output = self._multiply(copy_to_group(inputs, self.group), self._bias)
+        if self.split.gathered:
+            return gather_from_group(output, self.group)
+        return ShardedTensor(output, -1, self.split.parts, self.group.ranks)
+
+
+class RowForward(_SplitForward):
+    """Each rank has its input features; the outputs are summed over the group, and the bias added once."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not isinstance(inputs, ShardedTensor) or inputs.split_dim != inputs.dim() - 1 or len(inputs.parts) != 1:
+            raise UsageError(
+                f"{self.name} is split by row, but no layer split by column feeds it",
+                hint=f"--set 'parallel.tensor_layout={{\"{self.name}\": replicate}}'",
+            )
+        output = reduce_from_group(self._multiply(inputs.local, None), self.group)
+        bias = self._bias
+        return output if bias is None else output + bias
+
+
+class VocabForward(_SplitForward):
+    """An embedding of which each rank has some rows: the others' are zeros, and the sum is the whole."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        first, count = self.split.runs[self.group.rank][0]
+        local = inputs - first
+        outside = (local < 0) | (local >= count)
+        embedded = functional.embedding(local.masked_fill(outside, 0), self.module.weight)  # type: ignore[arg-type]
+        return reduce_from_group(embedded.masked_fill(outside.unsqueeze(-1), 0.0), self.group)

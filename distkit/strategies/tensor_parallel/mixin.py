@@ -1,0 +1,180 @@
+"""Tensor parallelism around any strategy that trains over the data-parallel ranks.
+
+Layers are split before the strategy sees the model, so it wraps a smaller one; what it says of its state is put in its
+place in the whole. A strategy's own part is to use the ranks of ``world.data`` and no others, and to give the norm over a
+tensor group (:meth:`distkit.strategies.base.Strategy.clip_grad_norm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distkit.errors import ConfigError, DistkitError, UsageError
+from distkit.state import OptimizerLayout, ReadShard, Shard, clean_name
+from distkit.strategies.base import Strategy
+from distkit.strategies.modules import group_name
+from distkit.strategies.tensor_parallel.apply import PlacedParameter, apply_layout
+from distkit.strategies.tensor_parallel.detect import detect, random_twin
+from distkit.strategies.tensor_parallel.example import find_run
+from distkit.strategies.tensor_parallel.group import TensorGroup
+from distkit.strategies.tensor_parallel.layout import Layout
+from distkit.strategies.tensor_parallel.report import describe, layout_from_json, layout_to_json
+from distkit.strategies.tensor_parallel.state import Placement
+
+if TYPE_CHECKING:
+    from distkit.config import Config
+    from distkit.precision import Precision
+    from distkit.world import World
+    from distkit.world.environment import Environment
+
+__all__ = ["TensorParallelMixin", "with_tensor_parallelism"]
+
+
+def with_tensor_parallelism(strategy: type[Strategy]) -> type[Strategy]:
+    """The same strategy, over models whose layers are split."""
+    return type(f"TensorParallel{strategy.__name__}", (TensorParallelMixin, strategy), {})
+
+
+class TensorParallelMixin(Strategy):
+    """See this module."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.group = TensorGroup(0, 1, None)
+        self.placement = Placement(0)
+        self._layouts: list[tuple[nn.Module, Layout, dict[str, PlacedParameter]]] = []
+        self._report: list[str] = []
+
+    def connect(self, environment: Environment) -> World:
+        """See :class:`Strategy`."""
+        world = super().connect(environment)  # type: ignore[safe-super]
+        self.group = TensorGroup(world.tensor.rank, world.tensor.size, world.collectives.tensor_group)
+        self.placement = Placement(world.tensor.rank)
+        return world
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
+    ) -> tuple[list[nn.Module], list[Optimizer]]:
+        """See :class:`Strategy`; models that nothing trains stay whole."""
+        for index, model in enumerate(models, start=len(self.models)):
+            if any(p.requires_grad for p in model.parameters()):
+                self._split(model, group_name("model", index))
+        prepared = super().prepare(models, optimizers, precision)  # type: ignore[safe-super]
+        for model, _, places in self._layouts:  # engines may have put other parameters in their place
+            own = dict(model.named_parameters(remove_duplicate=False))
+            for name, parameter in own.items():
+                if clean_name(name) in places:
+                    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        return prepared
+
+    def _split(self, model: nn.Module, group: str) -> None:
+        assert self.world is not None
+        for tensor in [*model.parameters(), *model.buffers()]:  # rank 0's values, while all ranks have the same shapes
+            tensor.data.copy_(self.world.broadcast(tensor.data.to(self.world.device)))
+        layout = self._agreed_layout(model)
+        self._report += describe(model, layout)
+        places = apply_layout(model, layout, self.group)
+        self.placement.add(group, places)
+        self._layouts.append((model, layout, places))
+        for name in layout.summed:
+            model.get_parameter(name).register_hook(self.group.all_reduce)
+
+    def _agreed_layout(self, model: nn.Module) -> Layout:
+        """Rank 0 looks, and what it finds, or why it can't, is the same on all ranks."""
+        assert self.world is not None
+        found: dict[str, Any] = {}
+        if self.world.is_main:
+            try:
+                found = {"layout": layout_to_json(self._layout_of(model))}
+            except DistkitError as error:
+                found = {"problem": error.message, "hint": error.hint, "config": isinstance(error, ConfigError)}
+        found = self.world.broadcast_object(found)
+        if "problem" in found:
+            raise (ConfigError if found["config"] else UsageError)(found["problem"], hint=found["hint"])
+        return layout_from_json(found["layout"])
+
+    def _layout_of(self, model: nn.Module) -> Layout:
+        run = find_run(model, random_twin(model), self.example_loader)
+        layout = detect(model, run, self.group.size)
+        chosen = self.config.parallel.tensor_layout
+        for pattern, style in chosen.items() if isinstance(chosen, dict) else ():
+            if style != "replicate":
+                raise ConfigError(
+                    f"parallel.tensor_layout.{pattern} was set to {style!r}; only replicate can be set so far, the rest is detected",
+                    hint="--set parallel.tensor_layout=auto",
+                )
+            layout.keep_whole(pattern)
+        return layout
+
+    def init_model(self) -> AbstractContextManager[None]:
+        """See :class:`Strategy`; layers can be split only where they are whole, if on the host."""
+        return nullcontext()
+
+    def model_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """See :class:`Strategy`."""
+        return Strategy.model_state_dict(self, model)
+
+    def notes(self) -> list[str]:
+        """See :class:`Strategy`."""
+        return [*super().notes(), *self._report]
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def shards(self) -> Iterator[Shard]:
+        """See :class:`Strategy`."""
+        return self.placement.whole_shards(super().shards())  # type: ignore[safe-super]
+
+    def optimizer_layouts(self) -> list[OptimizerLayout]:
+        """See :class:`Strategy`."""
+        return self.placement.whole_layouts(super().optimizer_layouts())  # type: ignore[safe-super]
+
+    def load_shards(self, read: ReadShard, layouts: Sequence[OptimizerLayout]) -> None:
+        """See :class:`Strategy`."""
+        super().load_shards(self.placement.part_reader(read), self.placement.part_layouts(layouts))  # type: ignore[safe-super]
+
+    def global_shapes(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """See :class:`Strategy`."""
+        index = next(i for i, own in enumerate(self.models) if own is model)
+        return self.placement.whole_shapes(group_name("model", index), super().global_shapes(model))
+
+    def full_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :class:`Strategy`."""
+        return self._full_parameters(model)
+
+    @contextmanager
+    def _full_parameters(self, model: nn.Module) -> Iterator[None]:
+        with super().full_parameters(model):  # type: ignore[safe-super]
+            own = self.unwrap(model)
+            places = next((places for split, _, places in self._layouts if split is own), {})
+            parts: dict[int, tuple[nn.Parameter, PlacedParameter, torch.Tensor]] = {}
+            for name, parameter in own.named_parameters(remove_duplicate=False):
+                place = places.get(clean_name(name))
+                if place is not None and id(parameter) not in parts:
+                    parts[id(parameter)] = (parameter, place, parameter.data)
+            for parameter, place, part in parts.values():
+                parameter.data = self._put_together(part, place)
+            try:
+                yield
+            finally:
+                for parameter, place, part in parts.values():
+                    part.copy_(_own_part(parameter.data, place, self.group.rank))
+                    parameter.data = part
+
+    def _put_together(self, part: torch.Tensor, place: PlacedParameter) -> torch.Tensor:
+        whole = part.new_empty(place.shape)
+        for runs, values in zip(place.runs, self.group.all_gather(part), strict=True):
+            position = 0
+            for start, length in runs:
+                whole.narrow(place.dim, start, length).copy_(values.narrow(place.dim, position, length))
+                position += length
+        return whole
+
+
+def _own_part(whole: torch.Tensor, place: PlacedParameter, rank: int) -> torch.Tensor:
+    return torch.cat([whole.narrow(place.dim, start, length) for start, length in place.runs[rank]], place.dim)

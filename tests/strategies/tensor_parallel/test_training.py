@@ -1,0 +1,106 @@
+"""Split models against whole ones, alone and under every strategy that takes a tensor group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distkit.strategies.registry import strategy_class, strategy_names
+from tests.pool import Pool, WorkerError
+from tests.strategies.tensor_parallel.models import OWN, TRANSFORMERS
+
+CASES = "tests.strategies.tensor_parallel.cases:"
+TRAIN, RESUME = "tests.contract.cases:train", "tests.contract.cases:resume_only"
+STRATEGIES = [name for name in strategy_names() if strategy_class(name).capabilities.tensor_parallel]
+
+MINIMUM = {"llama": 2, "gpt2": 2, "small-gpt": 2, "vit": 2, "bert": 2, "mixtral": 1}
+"""Row layers of a layer; Megatron's scheme has one all-reduce for each, forward and backward."""
+
+
+def test_which_strategies_take_a_tensor_group() -> None:
+    assert STRATEGIES == ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("model", [*OWN, *TRANSFORMERS])
+def test_twenty_steps_equal_the_whole_model(pool: Pool, model: str) -> None:
+    """Losses within 1e-5 and each gradient within 1e-5 of the largest; with dropout too, whose masks are one process's."""
+    for result in pool.run(CASES + "against_whole", 2, model=model):
+        assert result["loss"] <= 1e-5
+        assert result["gradients"] and max(result["gradients"].values()) <= 1e-5
+        forward, backward = result["counts"]
+        assert forward == len(result["rows"])
+        if model in MINIMUM:
+            assert len(result["rows"]) == 2 * MINIMUM[model]
+            assert backward == forward
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_equals_one_process(pool: Pool, tmp_path: Path, strategy: str, processes: int) -> None:
+    """L1, L2, L5, P1: on 2 and 2 x 2 processes, with clipping, accumulation and token weights."""
+    settings = {"optim.clip_norm": 0.5}
+    same: dict[str, Any] = {"scheduler": True, "weighted": True, "data": 29}
+    expected = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "s"), settings=settings, **same)[0]
+    settings |= {"parallel.tensor": 2, "batch.accumulate": 3}
+    results = pool.run(TRAIN, processes, strategy=strategy, run_dir=str(tmp_path / "t"), settings=settings, **same)
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        found = [line[name] for line in results[0]["log"]]
+        assert found == pytest.approx([line[name] for line in expected["log"]], rel=tolerance)
+    assert [line["samples"] for line in results[0]["log"]] == [line["samples"] for line in expected["log"]]
+    assert results[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    assert results[0]["order"] == results[1]["order"]  # L5: a tensor group sees the same samples
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_move_both_ways(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    """K8, K9: from 2 x 2 to one process and back, the same bits in the logical order of fused weights."""
+    settings = {"max_steps": 4, "parallel.tensor": 2}
+    run = pool.run(TRAIN, 4, strategy=strategy, run_dir=str(tmp_path / "a"), settings=settings)[0]
+    source = str(tmp_path / "a" / "checkpoints" / "step-00000004")
+    single = pool.run(RESUME, 1, strategy="single", run_dir=str(tmp_path / "b"), source=source)[0]
+    assert single == run["shards"]
+    source = str(tmp_path / "b" / "checkpoints" / "step-00000004")
+    rest = {"settings": {"parallel.tensor": 2, "checkpoint.resume": source, "max_steps": 4}}
+    back = pool.run(TRAIN, 4, strategy=strategy, run_dir=str(tmp_path / "c"), **rest)[0]
+    assert back["model"] == run["model"]
+    whole = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "d"), settings={"checkpoint.resume": source})[
+        0
+    ]
+    rest["settings"]["max_steps"] = None
+    on = pool.run(TRAIN, 4, strategy=strategy, run_dir=str(tmp_path / "e"), **rest)[0]
+    assert [line["loss"] for line in on["log"]] == pytest.approx([line["loss"] for line in whole["log"]], abs=1e-5)
+
+
+def test_bf16_and_activation_checkpointing(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "s"))[0]
+    for index, (settings, band) in enumerate(
+        [({"precision": "bf16"}, 0.02), ({"memory.activation_checkpointing": "full"}, 1e-5)]
+    ):
+        run_dir = str(tmp_path / str(index))
+        result = pool.run(TRAIN, 2, strategy="ddp", run_dir=run_dir, settings={**settings, "parallel.tensor": 2})[0]
+        losses = [line["loss"] for line in result["log"]]
+        assert losses == pytest.approx([line["loss"] for line in expected["log"]], abs=band)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallel.tensor": 3}, r"parallel\.tensor=3 doesn't divide the 2 processes"),
+        ({"parallel.tensor": 2, "precision": "fp16"}, "precision was set to fp16, which does not go together"),
+        ({"parallel.tensor": 2, "compile": True}, "compile was set to true, which does not go together"),
+        ({"parallel.tensor": 2, "parallel.tensor_layout": {"blocks.*": "row"}}, "only replicate can be set so far"),
+    ],
+)
+def test_what_can_not_be_is_refused(pool: Pool, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        pool.run(TRAIN, 2, strategy="ddp", run_dir=str(tmp_path), settings=settings)
+
+
+def test_layers_can_be_kept_whole(pool: Pool, tmp_path: Path) -> None:
+    settings = {"parallel.tensor": 2, "parallel.tensor_layout": {"blocks.0.*": "replicate"}}
+    expected = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "s"))[0]
+    result = pool.run(TRAIN, 2, strategy="ddp", run_dir=str(tmp_path / "t"), settings=settings)[0]
+    losses = [line["loss"] for line in result["log"]]
+    assert losses == pytest.approx([line["loss"] for line in expected["log"]], abs=1e-5)
