@@ -70,7 +70,6 @@ class Options:
         settings: Of distkit.
         before: Optimizer steps before the checkpoint.
         after: Optimizer steps after it.
-        zero_dim: Whether the model has a parameter without dimensions.
     """
 
     optimizer: str = "AdamW"

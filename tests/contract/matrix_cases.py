@@ -50,6 +50,7 @@ class Odd(nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean_gain", torch.ones(3))
+        self.register_buffer("nothing", torch.zeros(0, 3))
         self.register_buffer("places", torch.arange(8.0), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

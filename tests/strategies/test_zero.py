@@ -107,6 +107,7 @@ def test_one_optimizer_over_two_models(pool: Pool, tmp_path: Path, strategy: str
         ("two optimizers", r"two optimizers step parameters of one TinyGPT.*\n.*two parameter groups"),
         ("apart", r"belong to no model of the same prepare\(\) call.*\n.*prepare\(model, optimizer\)"),
         ("whole tensors", r"Adafactor needs each parameter whole.*\n.*--strategy ddp"),
+        ("empty", r"1 have no elements: none\n.*--strategy fsdp"),
         ("nothing to train", r"has no parameter that wants a gradient"),
     ],
 )

@@ -180,6 +180,9 @@ def refused(run_dir: str, strategy: str, what: str) -> str:
         trainer.prepare(torch.optim.SGD(net.parameters(), lr=1))
     elif what == "whole tensors":
         trainer.prepare(net, torch.optim.Adafactor(net.parameters()))
+    elif what == "empty":
+        net.none = torch.nn.Parameter(torch.zeros(0, 4))
+        trainer.prepare(net, torch.optim.SGD(net.parameters(), lr=1))
     elif what == "nothing to train":
         trainer.prepare(net, torch.optim.SGD(net.requires_grad_(False).parameters(), lr=1))
     return "no error"
