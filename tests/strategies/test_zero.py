@@ -123,6 +123,27 @@ def test_state_that_the_optimizer_had_before_is_kept(pool: Pool, tmp_path: Path,
     assert found == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "in_pieces"),
+    [("zero1", "Adagrad", False), ("zero3", "Adagrad", False), ("zero3", "AdamW", True)],
+)
+def test_a_parameter_without_dimensions(
+    pool: Pool, tmp_path: Path, strategy: str, optimizer: str, in_pieces: bool
+) -> None:
+    same = {"optimizer": optimizer, "in_pieces": in_pieces}
+    expected = pool.run(CASES + "without_dimensions", 1, run_dir=str(tmp_path / "s"), strategy="single", **same)[0]
+    found = pool.run(CASES + "without_dimensions", 2, run_dir=str(tmp_path / "z"), strategy=strategy, **same)[0]
+    assert column(found, "loss") == pytest.approx(column(expected, "loss"), abs=1e-5)
+    assert found["shards"] == expected["shards"]
+
+
+def test_state_of_parameters_in_pieces_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Adagrad makes its state when it is made, of the pieces' shapes."""
+    same = {"optimizer": "Adagrad", "in_pieces": True}
+    with pytest.raises(WorkerError, match=r"Adagrad made its state when.*\n.*init_model"):
+        pool.run(CASES + "without_dimensions", 2, run_dir=str(tmp_path), strategy="zero3", **same)
+
+
 @pytest.mark.parametrize("optimizer", ["Adagrad", "RMSprop", "NAdam"])
 def test_other_elementwise_optimizers(pool: Pool, tmp_path: Path, optimizer: str) -> None:
     same = {"optimizer": optimizer}
