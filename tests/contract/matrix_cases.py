@@ -68,6 +68,8 @@ class Odd(nn.Module):
 def make_optimizer(text: str, model: Odd) -> torch.optim.Optimizer:
     """An optimizer with three groups: matrices decayed, the blocks at another rate, the rest.
 
+    Muon takes matrices only, so the rest is frozen for it.
+
     Args:
         text: Class in torch.optim and its arguments, as ``SGD:momentum=0.9,nesterov=true``.
         model: The model.
@@ -77,6 +79,9 @@ def make_optimizer(text: str, model: Odd) -> torch.optim.Optimizer:
     for item in filter(None, given.split(",")):
         key, _, value = item.partition("=")
         arguments[key] = value == "true" if value in ("true", "false") else float(value)
+    if name == "Muon":
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and parameter.dim() == 2)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inner = [p for name, p in trained.items() if name.startswith("blocks.")]
     outer = [p for name, p in trained.items() if not name.startswith("blocks.")]
@@ -85,7 +90,7 @@ def make_optimizer(text: str, model: Odd) -> torch.optim.Optimizer:
         {"params": inner, "lr": arguments["lr"] / 2},
         {"params": [p for p in outer if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **arguments)
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)([g for g in groups if g["params"]], **arguments)
     return optimizer
 
 
