@@ -189,5 +189,5 @@ def _sort(error: WorkerError | TimeoutError) -> tuple[str, str]:
         return "", str(error)
     _, kind, message, trace = error.errors[0]
     text = f"{kind}: {message}"
-    early = "in prepare" in trace or "trainer.py" in trace and "in __init__" in trace
+    early = "in prepare" in trace or ("trainer.py" in trace and "in __init__" in trace)
     return (text, "") if kind in REFUSALS and early else ("", text)
