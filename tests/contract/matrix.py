@@ -153,6 +153,7 @@ def make_source(pool: Pool, place: Place, folder: Path, options: Options) -> Sou
             CASES + "stay", place.size, run_dir=str(folder), before=options.before, **options.arguments(place)
         )
     except (WorkerError, TimeoutError) as error:
+        pool.close()  # an engine that wasn't closed may leave its own functions in torch
         refused, failed = _sort(error)
         return Source(place, refused=refused, failed=failed)
     return Source(place, Path(results[0]["checkpoint"]), tuple(results[0]["losses"]))
@@ -172,6 +173,7 @@ def make_move(pool: Pool, source: Source, target: Place, folder: Path, options: 
             **options.arguments(target),
         )[0]
     except (WorkerError, TimeoutError) as error:
+        pool.close()  # an engine that wasn't closed may leave its own functions in torch
         refused, failed = _sort(error)
         return Move(source.place, target, refused=refused, failed=failed)
     failed = "; ".join(result["differences"])

@@ -57,7 +57,8 @@ class Odd(nn.Module):
         if self.training:
             self.calls += 1
             self.mean_gain.mul_(0.9).add_(0.1 * self.gain.detach())
-        x = self.embed(tokens) + self.basis.mean(0) * torch.sin(self.places)[:, None]
+        x = self.embed(tokens)
+        x = x + (self.basis.mean(0) * torch.sin(self.places)[:, None]).to(x.dtype)
         x = x + self.mix(x.transpose(1, 2))[..., : tokens.shape[1]].transpose(1, 2)
         for block in self.blocks:
             x = block(x)
