@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,7 @@ def sort_objects(given: Sequence[Any]) -> Objects:
         if isinstance(item, nn.Module):
             objects.models.append(item)
         elif isinstance(item, Optimizer):
+            _refuse_closure(item)
             objects.optimizers.append(item)
         elif isinstance(item, LRScheduler | ReduceLROnPlateau):
             objects.schedulers.append(item)
@@ -161,6 +163,21 @@ def sort_objects(given: Sequence[Any]) -> Objects:
                 hint="model, optimizer, loader = trainer.prepare(model, optimizer, loader)",
             )
     return objects
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    """The Trainer has run forward and backward when it steps, and can't run them again.
+
+    Raises:
+        UsageError: The optimizer asks for that (LBFGS).
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, and the Trainer steps with gradients that "
+            "are there",
+            hint="an optimizer whose step() needs no closure, such as AdamW",
+        )
 
 
 def check_ownership(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,15 @@ def free_port() -> int:
 
 
 class Pool:
-    def __init__(self) -> None:
+    """Live worker processes.
+
+    Args:
+        output: A file for what the workers print; None is this process's stderr.
+    """
+
+    def __init__(self, output: Path | None = None) -> None:
         self._workers: list[subprocess.Popen[str]] = []
+        self._output = output
 
     def run(
         self,
@@ -92,16 +100,18 @@ class Pool:
                 PYTHONUNBUFFERED="1",
                 TORCH_CPP_LOG_LEVEL="ERROR",
             )
-            self._workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.pool"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    cwd=ROOT,
-                    env=env,
+            with self._output.open("a") if self._output else nullcontext() as output:
+                self._workers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.pool"],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=output,
+                        text=True,
+                        cwd=ROOT,
+                        env=env,
+                    )
                 )
-            )
 
     def _collect(self, processes: int, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}

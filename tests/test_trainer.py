@@ -354,6 +354,7 @@ def test_export_loads_without_distkit(tmp_path: Path) -> None:
     [
         (lambda t, m, o, l: t.prepare("model"), "was given a str"),
         (lambda t, m, o, l: t.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters())), "belong to no prepared model"),
+        (lambda t, m, o, l: t.prepare(m, torch.optim.LBFGS(m.parameters())), "LBFGS computes the loss several times"),
         (lambda t, m, o, l: t.step(torch.ones(2, requires_grad=True)), r"trainer\.step\(loss\.mean\(\)\)"),
         (lambda t, m, o, l: t.optimizer_step(), "no loss came in"),
         (

@@ -108,8 +108,10 @@ class Sharder:
 
     def _stays_whole(self, model: nn.Module) -> set[nn.Parameter]:
         """Parameters that every rank keeps: scalars, which fully_shard can't split (_fsdp_param.py, "Shard dim 0 is
-        invalid for 0D tensor"), and BatchNorm's in 16-bit compute, since it wants the dtype of its running statistics."""
-        whole = {p for p in model.parameters() if p.dim() == 0}
+        invalid for 0D tensor"), empty ones, whose gradients it can't put together (_fsdp_collectives.py, "_chunk_cat
+        expects non-empty tensor"), and BatchNorm's in 16-bit compute, since it wants the dtype of its running
+        statistics."""
+        whole = {p for p in model.parameters() if p.dim() == 0 or p.numel() == 0}
         if self.precision.mixed:
             for module in model.modules():
                 if isinstance(module, _BatchNorm):
@@ -246,7 +248,8 @@ def _fully_shard(module: nn.Module, arguments: dict[str, Any]) -> None:
         if "ignored_params" not in str(error):
             raise
         raise StrategyUnavailable(
-            f"{len(arguments['ignored_params'])} parameters can't be split (scalars, or BatchNorm's in 16 bits), and "
+            f"{len(arguments['ignored_params'])} parameters can't be split (scalars, empty ones, or BatchNorm's in 16 "
+            f"bits), and "
             f"fully_shard of torch {torch.__version__} can't leave them out",
             hint="pip install --upgrade torch",
         ) from error

@@ -122,12 +122,13 @@ class ZeroStrategy(Strategy):
         from distkit.strategies.buffers import BufferWatch
         from distkit.strategies.modules import compile_in_place, dress
         from distkit.strategies.zero_optimizer import refuse_whole_tensor_optimizers
-        from distkit.strategies.zero_units import assign_models
+        from distkit.strategies.zero_units import assign_models, refuse_empty_parameters
 
         assert self.world is not None
         self._buffers = self._buffers or BufferWatch(self.world)
         for optimizer in optimizers:
             refuse_whole_tensor_optimizers(optimizer, self.name)
+        refuse_empty_parameters(models, optimizers, self.name, cut=self.stage == 3)
         trained = assign_models(models, optimizers, self.name)
         self.models += models
         prepared: dict[int, nn.Module] = {}

@@ -108,6 +108,15 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         though its stage-1 class accumulates in fp32 too (``use_grad_accum_attribute``)."""
         return ZERO_OPTIMIZATION
 
+    def _broadcast_model(self) -> None:
+        """DeepSpeed's own sends each parameter as bytes, as which one without dimensions can't be viewed (engine.py:2059)."""
+        scalars = [p for p in self.module.parameters() if p.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        super()._broadcast_model()
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
     def _create_module_forward_pre_hook(self) -> Any:
         """DeepSpeed's own (engine.py:2916), out of torch.compile's sight: it would trace timers, logs and checks too."""
         run = torch.compiler.disable(lambda module, inputs, kwargs: self._forward_prologue(inputs, kwargs))
@@ -256,8 +265,33 @@ def computes_fp16() -> bool:
 @contextmanager
 def split_at_birth(settings: dict[str, Any]) -> Iterator[None]:
     """Modules that are made here have their parameters cut over the ranks (deepspeed.zero.Init)."""
-    with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(settings)):
+    with _scalars_split(), deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(settings)):
         yield
+
+
+@contextmanager
+def _scalars_split() -> Iterator[None]:
+    """While it is open stage 3 takes parameters without dimensions too, such as a temperature.
+
+    It cuts them like others, but first sends their values round as bytes, as which they can't be viewed
+    (partition_parameters.py:1204).
+    """
+    cut = deepspeed.zero.Init._zero_init_param
+
+    def cut_scalar_too(init: Any, parameter: nn.Parameter) -> None:
+        if parameter.dim() > 0:
+            cut(init, parameter)
+            return
+        init._convert_to_deepspeed_param(parameter)
+        group = init.get_partition_dp_group(parameter)
+        torch.distributed.broadcast(parameter.data, torch.distributed.get_global_rank(group, 0), group=group)
+        parameter.partition()  # type: ignore[attr-defined]
+
+    deepspeed.zero.Init._zero_init_param = cut_scalar_too
+    try:
+        yield
+    finally:
+        deepspeed.zero.Init._zero_init_param = cut
 
 
 @contextmanager
@@ -313,15 +347,16 @@ def start_engine(
     deepspeed.zero.partition_parameters.shutdown_init_context()
     try:
         parsed = DeepSpeedConfig(settings, mpu)
-        engine = Engine(
-            args=None,
-            model=module,
-            optimizer=partitioned,
-            config=settings,
-            config_class=parsed,
-            mpu=mpu,
-            dist_init_required=False,
-        )
+        with _scalars_split():
+            engine = Engine(
+                args=None,
+                model=module,
+                optimizer=partitioned,
+                config=settings,
+                config_class=parsed,
+                mpu=mpu,
+                dist_init_required=False,
+            )
     finally:
         deepspeed.zero.partition_parameters.restore_init_context()
     zero = engine.optimizer

@@ -83,6 +83,7 @@ class PartitionOptimizer(Optimizer):
         """Put the partitions into the script's optimizer, with what state it already had for their parameters."""
         own = self.own
         before = {id(p): state for p, state in own.state.items()}
+        scalars = _fields_without_dimensions(own)
         own.state.clear()
         for group in own.param_groups:
             group["params"] = []
@@ -100,7 +101,8 @@ class PartitionOptimizer(Optimizer):
                 run = self._new_run(partition, pieces)
                 self.runs.append(run)
                 if id(pieces[0].parameter) in before:
-                    own.state[run.parameter] = _cut_state(before[id(pieces[0].parameter)], pieces[0])
+                    _refuse_state_of_nothing(own, pieces[0], before[id(pieces[0].parameter)])
+                    own.state[run.parameter] = _cut_state(before[id(pieces[0].parameter)], pieces[0], scalars)
         self._fill_groups()
 
     def _new_run(self, partition: Partition, pieces: list[Piece]) -> Run:
@@ -204,11 +206,36 @@ def _part_of(value: Any, whole: int, begin: int, length: int) -> Any:
     return value[begin : begin + length].clone() if value.dim() == 1 and value.numel() == whole else value.clone()
 
 
-def _cut_state(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+def _fields_without_dimensions(optimizer: Optimizer) -> set[str]:
+    """Fields that are one number a parameter. Of a parameter that is one number itself the others can't be told from
+    them by their shape."""
+    fields = {
+        field
+        for parameter, state in optimizer.state.items()
+        for field, value in state.items()
+        if getattr(parameter, "ds_shape", parameter.shape) and isinstance(value, torch.Tensor) and value.dim() == 0
+    }
+    return {"step", *fields}
+
+
+def _refuse_state_of_nothing(optimizer: Optimizer, piece: Piece, state: dict[str, Any]) -> None:
+    """Parameters that lie in pieces show no elements, and an optimizer that makes its state early makes it of those.
+
+    Raises:
+        UsageError: It did.
+    """
+    if piece.length and any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in state.values()):
+        raise UsageError(
+            f"{type(optimizer).__name__} made its state when it was made itself, of parameters that lay in pieces on all ranks",
+            hint="build the model outside of trainer.init_model()",
+        )
+
+
+def _cut_state(state: dict[str, Any], piece: Piece, scalars: set[str]) -> dict[str, Any]:
     """A parameter's state to its piece's."""
     cut: dict[str, Any] = {}
     for field, value in state.items():
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape and value.dim():
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape and field not in scalars:
             cut[field] = value.reshape(-1)[piece.start : piece.start + piece.length].clone()
         else:
             cut[field] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -10,13 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distkit.errors import UsageError
+from distkit.strategies.zero_partitions import numel_of
 
 if TYPE_CHECKING:
     from distkit.strategies.zero_engine import Engine
     from distkit.strategies.zero_optimizer import PartitionOptimizer
     from distkit.strategies.zero_partitions import Layout
 
-__all__ = ["Unit", "assign_models", "stepped_parameters"]
+__all__ = ["Unit", "assign_models", "refuse_empty_parameters", "stepped_parameters"]
 
 
 @dataclass(eq=False)
@@ -104,3 +105,32 @@ def assign_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], 
                 hint="model, optimizer = trainer.prepare(model, optimizer)",
             )
     return [[n for n in range(len(models)) if owner.get(n) == index] for index in range(len(optimizers))]
+
+
+def refuse_empty_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], strategy: str, *, cut: bool
+) -> None:
+    """No rank has a piece of a parameter without elements, so it would have no optimizer state and be in no checkpoint.
+
+    Args:
+        models: Those of one ``prepare`` call.
+        optimizers: Those of the same call.
+        strategy: For messages.
+        cut: Whether frozen parameters are cut too (stage 3).
+
+    Raises:
+        UsageError: Naming the parameters.
+    """
+    stepped = {id(p) for optimizer in optimizers for p in stepped_parameters(optimizer)}
+    names = [
+        name
+        for model in models
+        for name, p in model.named_parameters()
+        if numel_of([p]) == 0 and (cut or id(p) in stepped)
+    ]
+    if names:
+        raise UsageError(
+            f"strategy {strategy!r} cuts parameters over the ranks, and {len(names)} have no elements: "
+            f"{', '.join(names[:5])}",
+            hint="make them buffers, or --strategy fsdp",
+        )

@@ -249,6 +249,21 @@ def warm_optimizer(strategy: str, run_dir: str) -> dict[str, Any]:
     return {"log": read_log(run_dir)}
 
 
+def empty_parameter(strategy: str, run_dir: str) -> dict[str, Any]:
+    """Train a model with a parameter that has no elements."""
+    trainer = trainer_of(strategy, run_dir)
+    net = nn.Linear(8, 32)
+    net.none = nn.Parameter(torch.zeros(0, 4))
+    net, opt, loader = trainer.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2), DataLoader(Tokens(24), batch_size=12)
+    )
+    for item in loader:
+        trainer.step(net(item["x"].float() / 32).square().mean() + net.none.sum())
+    trainer.save()
+    trainer.close()
+    return {"log": read_log(run_dir), "shards": checkpoint_digest(run_dir)}
+
+
 def not_deferred(strategy: str, run_dir: str) -> None:
     """On the meta device without trainer.init_model()."""
     trainer = trainer_of(strategy, run_dir)

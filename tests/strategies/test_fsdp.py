@@ -257,6 +257,14 @@ def test_an_optimizer_that_dtensor_cannot_step(pool: Pool, tmp_path: Path) -> No
         pool.run(CASES + "train", 2, strategy="fsdp", run_dir=str(tmp_path), optimizer="Adafactor")
 
 
+def test_a_parameter_without_elements_stays_whole(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(CASES + "empty_parameter", 1, strategy="single", run_dir=str(tmp_path / "s"))[0]
+    result = pool.run(CASES + "empty_parameter", 2, strategy="fsdp", run_dir=str(tmp_path / "f"))[0]
+    assert column(result, "loss") == pytest.approx(column(expected, "loss"), abs=1e-6)
+    assert sorted(result["shards"]) == sorted(expected["shards"])
+    assert "optimizer/none/exp_avg" in result["shards"]
+
+
 @pytest.mark.parametrize("method", ["fp16", "bf16"])
 def test_compression_rounds_once(pool: Pool, single: Any, tmp_path: Path, method: str) -> None:
     settings = {"compress.method": method, "batch.accumulate": 3}

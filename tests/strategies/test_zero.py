@@ -107,6 +107,7 @@ def test_one_optimizer_over_two_models(pool: Pool, tmp_path: Path, strategy: str
         ("two optimizers", r"two optimizers step parameters of one TinyGPT.*\n.*two parameter groups"),
         ("apart", r"belong to no model of the same prepare\(\) call.*\n.*prepare\(model, optimizer\)"),
         ("whole tensors", r"Adafactor needs each parameter whole.*\n.*--strategy ddp"),
+        ("empty", r"1 have no elements: none\n.*--strategy fsdp"),
         ("nothing to train", r"has no parameter that wants a gradient"),
     ],
 )
@@ -120,6 +121,27 @@ def test_state_that_the_optimizer_had_before_is_kept(pool: Pool, tmp_path: Path,
     expected = pool.run(CASES + "state_from_before", 1, run_dir=str(tmp_path / "s"), strategy="single")[0]
     found = pool.run(CASES + "state_from_before", 2, run_dir=str(tmp_path / "z"), strategy=strategy)[0]
     assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "in_pieces"),
+    [("zero1", "Adagrad", False), ("zero3", "Adagrad", False), ("zero3", "AdamW", True)],
+)
+def test_a_parameter_without_dimensions(
+    pool: Pool, tmp_path: Path, strategy: str, optimizer: str, in_pieces: bool
+) -> None:
+    same = {"optimizer": optimizer, "in_pieces": in_pieces}
+    expected = pool.run(CASES + "without_dimensions", 1, run_dir=str(tmp_path / "s"), strategy="single", **same)[0]
+    found = pool.run(CASES + "without_dimensions", 2, run_dir=str(tmp_path / "z"), strategy=strategy, **same)[0]
+    assert column(found, "loss") == pytest.approx(column(expected, "loss"), abs=1e-5)
+    assert found["shards"] == expected["shards"]
+
+
+def test_state_of_parameters_in_pieces_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Adagrad makes its state when it is made, of the pieces' shapes."""
+    same = {"optimizer": "Adagrad", "in_pieces": True}
+    with pytest.raises(WorkerError, match=r"Adagrad made its state when.*\n.*init_model"):
+        pool.run(CASES + "without_dimensions", 2, run_dir=str(tmp_path), strategy="zero3", **same)
 
 
 @pytest.mark.parametrize("optimizer", ["Adagrad", "RMSprop", "NAdam"])

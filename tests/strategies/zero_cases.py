@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,9 @@ def refused(run_dir: str, strategy: str, what: str) -> str:
         trainer.prepare(torch.optim.SGD(net.parameters(), lr=1))
     elif what == "whole tensors":
         trainer.prepare(net, torch.optim.Adafactor(net.parameters()))
+    elif what == "empty":
+        net.none = torch.nn.Parameter(torch.zeros(0, 4))
+        trainer.prepare(net, torch.optim.SGD(net.parameters(), lr=1))
     elif what == "nothing to train":
         trainer.prepare(net, torch.optim.SGD(net.requires_grad_(False).parameters(), lr=1))
     return "no error"
@@ -199,6 +203,35 @@ def state_from_before(run_dir: str, strategy: str) -> list[float]:
         trainer.step(sample_losses(net, item).mean())
     trainer.close()
     return [line["loss"] for line in read_log(run_dir)]
+
+
+class Tempered(TinyGPT):
+    """With a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.temperature
+
+
+def without_dimensions(run_dir: str, strategy: str, optimizer: str, in_pieces: bool = False) -> dict[str, Any]:
+    """Train a model that has a parameter without dimensions; Adagrad has state from the start, and that parameter's looks
+    like a count of steps."""
+    trainer = start(run_dir, strategy, max_steps=3)
+    with trainer.init_model() if in_pieces else nullcontext():
+        net = Tempered()
+    made = {
+        "Adagrad": lambda: torch.optim.Adagrad(net.parameters(), lr=1e-2, initial_accumulator_value=0.1),
+        "AdamW": lambda: torch.optim.AdamW(net.parameters(), lr=1e-2),
+    }
+    net, opt, loader = trainer.prepare(net, made[optimizer](), DataLoader(Tokens(36), batch_size=12))
+    for item in loader:
+        trainer.step(sample_losses(net, item).mean())
+    trainer.save()
+    trainer.close()
+    return {"log": read_log(run_dir), "shards": sorted(checkpoint_digest(run_dir))}
 
 
 def built_in_pieces(run_dir: str, strategy: str) -> dict[str, Any]:
