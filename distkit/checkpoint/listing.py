@@ -89,7 +89,19 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
         found = [p for p in found if not is_unfinished(p)]
     except OSError as error:
         raise CheckpointError(f"can't read {folder}: {error.strerror or error}") from error
-    return sorted(map(inspect_checkpoint, found), key=lambda info: (info.sequence, info.step))
+    return _in_order([inspect_checkpoint(path) for path in found])
+
+
+def _in_order(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    """By sequence. One whose manifest can't be read has none, and takes the place that its step would have had."""
+
+    def place(info: CheckpointInfo) -> tuple[float, int]:
+        if info.sequence:
+            return info.sequence, info.step
+        before = [other.sequence for other in infos if other.step < info.step]
+        return max(before, default=0) + 0.5, info.step
+
+    return sorted(infos, key=place)
 
 
 def is_unfinished(path: Path) -> bool:

@@ -82,6 +82,21 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path, caplog: 
     assert manager(tmp_path, verify="fast").latest() == damaged[2]  # sizes are right
 
 
+@pytest.mark.parametrize("text", ["{", None])
+def test_a_manifest_that_can_not_be_read_keeps_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
+) -> None:
+    """It says nothing of its place itself; it must not count as the oldest, of which nobody would hear."""
+    checkpoints = manager(tmp_path)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    manifest = tmp_path / "step-00000003" / "manifest.json"
+    manifest.write_text(text) if text is not None else manifest.unlink()
+    assert [info.step for info in checkpoints.infos()] == [1, 2, 3]
+    assert checkpoints.latest() == tmp_path / "step-00000002"
+    assert "step-00000003 is passed over" in caplog.text
+
+
 def test_if_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     (save(checkpoints, 1) / "trainer.json").unlink()
