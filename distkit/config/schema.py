@@ -93,7 +93,10 @@ class ParallelConfig:
 
     tensor: int = _key(1, "Ranks that share one layer (tensor parallelism).", minimum=1)
     replicate: int = _key(1, "Replica groups of hsdp; sharding happens inside each.", minimum=1)
-    tensor_layout: Any = _key("auto", "auto finds what can be split; or patterns of module names that are to stay whole: {'*.experts.*': replicate}.")
+    tensor_layout: Any = _key(
+        "auto",
+        "auto finds what can be split; or patterns of module names that are to stay whole: {'*.experts.*': replicate}.",
+    )
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from distkit.errors import ConfigError, DistkitError, UsageError
 from distkit.state import OptimizerLayout, ReadShard, Shard, clean_name
 from distkit.strategies.base import Strategy
-from distkit.strategies.modules import group_name
+from distkit.strategies.modules import group_name, named_buffers
 from distkit.strategies.tensor_parallel.apply import PlacedParameter, apply_layout
 from distkit.strategies.tensor_parallel.detect import detect, random_twin
 from distkit.strategies.tensor_parallel.example import find_run
@@ -117,8 +117,25 @@ class TensorParallelMixin(Strategy):
         return nullcontext()
 
     def model_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """See :class:`Strategy`."""
-        return Strategy.model_state_dict(self, model)
+        """See :class:`Strategy`; one whole tensor at a time, on all ranks of a group."""
+        own = self.unwrap(model)
+        places = self._places_of(own)
+        values: dict[int, torch.Tensor] = {}
+        with super().full_parameters(model):  # type: ignore[safe-super]
+            named = [(clean_name(n), p) for n, p in own.named_parameters(remove_duplicate=False)]
+            for name, parameter in named:
+                if id(parameter) in values:
+                    continue
+                place = places.get(name)
+                whole = parameter.data if place is None else self._put_together(parameter.data, place)
+                values[id(parameter)] = whole.detach().cpu().clone() if self.is_main else whole.new_empty(0)
+        if not self.is_main:
+            return {}
+        buffers = {name: buffer.detach().cpu().clone() for name, buffer in named_buffers(own)}
+        return {**{name: values[id(parameter)] for name, parameter in named}, **buffers}
+
+    def _places_of(self, own: nn.Module) -> dict[str, PlacedParameter]:
+        return next((places for split, _, places in self._layouts if split is own), {})
 
     def notes(self) -> list[str]:
         """See :class:`Strategy`."""
@@ -151,7 +168,7 @@ class TensorParallelMixin(Strategy):
     def _full_parameters(self, model: nn.Module) -> Iterator[None]:
         with super().full_parameters(model):  # type: ignore[safe-super]
             own = self.unwrap(model)
-            places = next((places for split, _, places in self._layouts if split is own), {})
+            places = self._places_of(own)
             parts: dict[int, tuple[nn.Parameter, PlacedParameter, torch.Tensor]] = {}
             for name, parameter in own.named_parameters(remove_duplicate=False):
                 place = places.get(clean_name(name))
