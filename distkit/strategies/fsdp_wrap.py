@@ -33,6 +33,10 @@ __all__ = ["Blueprint", "Sharder", "replaced"]
 REFUSED = ("Adafactor", "Rprop")
 """Their in-place arithmetic has no meaning for DTensors in torch 2.13: aten.pow_ on a norm, aten.index_put_."""
 
+WANTS_ROWS = ("Muon",)
+"""With fewer rows than ranks torch 2.13 replicates the result of its matrix products, and can't add that to the split
+momentum in place (aten.add_.Tensor, "in-place operations that require placement changes")."""
+
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -219,8 +223,8 @@ class Sharder:
         Raises:
             UsageError: The optimizer can't step sharded parameters.
         """
-        name = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in REFUSED), None)
-        if name is not None:
+        name = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in (*REFUSED, *WANTS_ROWS)), None)
+        if name in REFUSED:
             raise UsageError(
                 f"{name} can't step parameters that are split over ranks: torch's DTensor lacks operations that it uses",
                 hint="--strategy ddp   or another optimizer, such as AdamW",
@@ -229,8 +233,20 @@ class Sharder:
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"][:] = [before.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps the list
+            if name in WANTS_ROWS:
+                self._refuse_few_rows(name, group["params"])
         for parameter, values in state.items():
             optimizer.state[parameter] = {k: self._adopt_field(parameter, v) for k, v in values.items()}
+
+    def _refuse_few_rows(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        ranks = self.mesh.size(-1)
+        few = [p for p in parameters if isinstance(p, DTensor) and p.shape[0] < ranks]
+        if few:
+            raise UsageError(
+                f"{name} can't step {len(few)} matrices that have fewer rows than the {ranks} ranks they are split over; the "
+                f"first has the shape {tuple(few[0].shape)}",
+                hint=f"give them to another optimizer, or take fewer ranks: --nproc {min(p.shape[0] for p in few)}",
+            )
 
     def _adopt_field(self, parameter: torch.Tensor, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):

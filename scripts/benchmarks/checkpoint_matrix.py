@@ -149,15 +149,19 @@ def move_all(
     console: Console,
     progress: Any,
 ) -> list[Move]:
-    from tests.contract.matrix import make_move
+    from tests.contract.matrix import Move, make_move
 
+    refused = {source.place: source.refused for source in sources if source.refused}
     moves: list[Move] = []
     task = progress.add_task("pairs", total=len(sources) * len(targets)) if progress else None
     for number, target in enumerate(targets):
         began = time.monotonic()
         for place, source in enumerate(sources):
             start = time.monotonic()
-            move = make_move(pool, source, target, folder / f"target-{number}-{place}", options)
+            if target in refused:  # as it was when it was to be a source
+                move = Move(source.place, target, refused=refused[target])
+            else:
+                move = make_move(pool, source, target, folder / f"target-{number}-{place}", options)
             moves.append(replace(move, seconds=round(time.monotonic() - start, 2)))
             if progress:
                 progress.update(task, advance=1, description=f"pairs, to {target}")

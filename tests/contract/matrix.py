@@ -153,8 +153,7 @@ def make_source(pool: Pool, place: Place, folder: Path, options: Options) -> Sou
             CASES + "stay", place.size, run_dir=str(folder), before=options.before, **options.arguments(place)
         )
     except (WorkerError, TimeoutError) as error:
-        pool.close()  # an engine that wasn't closed may leave its own functions in torch
-        refused, failed = _sort(error)
+        refused, failed = _sort(pool, error)
         return Source(place, refused=refused, failed=failed)
     return Source(place, Path(results[0]["checkpoint"]), tuple(results[0]["losses"]))
 
@@ -173,8 +172,7 @@ def make_move(pool: Pool, source: Source, target: Place, folder: Path, options: 
             **options.arguments(target),
         )[0]
     except (WorkerError, TimeoutError) as error:
-        pool.close()  # an engine that wasn't closed may leave its own functions in torch
-        refused, failed = _sort(error)
+        refused, failed = _sort(pool, error)
         return Move(source.place, target, refused=refused, failed=failed)
     failed = "; ".join(result["differences"])
     if len(result["losses"]) != len(source.losses):
@@ -185,11 +183,15 @@ def make_move(pool: Pool, source: Source, target: Place, folder: Path, options: 
     return Move(source.place, target, result["tensors"], max(apart, default=float("nan")), failed=failed)
 
 
-def _sort(error: WorkerError | TimeoutError) -> tuple[str, str]:
+def _sort(pool: Pool, error: WorkerError | TimeoutError) -> tuple[str, str]:
     """Why it was refused, and what went wrong: one of the two is empty."""
-    if isinstance(error, TimeoutError):
-        return "", str(error)
-    _, kind, message, trace = error.errors[0]
-    text = f"{kind}: {message}"
-    early = "in prepare" in trace or ("trainer.py" in trace and "in __init__" in trace)
-    return (text, "") if kind in REFUSALS and early else ("", text)
+    if isinstance(error, WorkerError):
+        _, kind, message, trace = error.errors[0]
+        text = f"{kind}: {message}"
+        early = "in prepare" in trace or ("trainer.py" in trace and "in __init__" in trace)
+        if kind in REFUSALS and early:
+            return text, ""
+    else:
+        text = str(error)
+    pool.close()  # an engine that wasn't closed may have left its own functions in torch
+    return "", text
