@@ -78,7 +78,7 @@ def test_dp_says_what_it_does_without_gpus() -> None:
         ("single", {}, 2, "--strategy ddp"),
         ("dp", {}, 2, "--nproc 1"),
         ("ddp", {"memory.offload": "params"}, 2, "memory.offload=none"),
-        ("ddp", {"parallel.tensor": 2}, 2, "parallel.tensor=1"),
+        ("ddp", {"parallel.tensor": 3}, 4, "parallel.tensor=1"),
         ("ddp", {"parallel.replicate": 2}, 2, "parallel.replicate=1"),
         ("ddp", {"engine.ddp.static_graph": True, "optim.unused_parameters": "allow"}, 2, "static_graph=false"),
     ],
