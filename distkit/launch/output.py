@@ -7,15 +7,42 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from distkit.launch.failure import log_path
 
-__all__ = ["LineWriter", "RankOutput", "Tee", "redirect"]
+__all__ = ["LineWriter", "LogStream", "RankOutput", "Tee", "redirect"]
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
+
+
+class LogStream(io.TextIOWrapper):
+    """A log that never raises: where it can't be written (a full disk) text is missing, but training goes on.
+
+    Args:
+        file: A path, which is appended to, or a file descriptor, which stays open.
+    """
+
+    def __init__(self, file: Path | int) -> None:
+        raw = open(file, "ab", buffering=0, closefd=isinstance(file, Path))  # noqa: SIM115 - closed with the stream
+        super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        self._missing = False
+
+    def write(self, text: str) -> int:
+        """Write it, if that is possible."""
+        try:
+            super().write("\n(text is missing here: the log couldn't be written)\n" + text if self._missing else text)
+            self._missing = False
+        except OSError:
+            self._missing = True
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]
+        """Write each."""
+        for line in lines:
+            self.write(line)
 
 
 class LineWriter:
@@ -102,11 +129,13 @@ class RankOutput:
 
     Args:
         file: The open log file.
+        screen: The launcher's standard error, for what the log can't take.
         writers: Whose unfinished lines are written at the end.
     """
 
-    def __init__(self, file: TextIO, writers: Sequence[LineWriter] = ()) -> None:
+    def __init__(self, file: LogStream, screen: TextIO, writers: Sequence[LineWriter] = ()) -> None:
         self.file = file
+        self.screen = screen
         self._writers = writers
 
     def log(self, text: str) -> None:
@@ -134,23 +163,24 @@ def redirect(run_dir: Path, rank: int, *, show: bool, header: str) -> RankOutput
     """
     path = log_path(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+    log = LogStream(path)
     log.write(f"---- {header} ----\n")
     if rank == 0:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)  # a reader behind a pipe sees each line when it is written
-        return RankOutput(log, _tee(sys.stdout, sys.stderr, log.write, whole_lines=show))
+        screen = sys.stderr
+        return RankOutput(log, screen, _tee(sys.stdout, sys.stderr, log.write, whole_lines=show))
     out, err = (os.fdopen(os.dup(fd), "w", encoding="utf-8", errors="replace", buffering=1) for fd in (1, 2))
     for fd in (1, 2):
         os.dup2(log.fileno(), fd)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)  # the keyboard is rank 0's
     if show:
-        return RankOutput(log, _tee(out, err, log.write, whole_lines=True, prefix=f"[rank {rank}] "))
+        return RankOutput(log, err, _tee(out, err, log.write, whole_lines=True, prefix=f"[rank {rank}] "))
     out.close()
-    err.close()
-    return RankOutput(log)
+    sys.stdout, sys.stderr = LogStream(1), LogStream(2)
+    return RankOutput(log, err)
 
 
 def _tee(

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from distkit.errors import DistkitError
-from distkit.launch.failure import ErrorRecord
+from distkit.launch.failure import ErrorRecord, record_path
 from distkit.launch.output import RankOutput, redirect
 
 __all__ = ["AGENT_VARIABLE", "LAUNCH_VARIABLE", "main"]
@@ -55,12 +55,12 @@ def main(argv: list[str] | None = None) -> int:
         _run(options)
         return 0
     except SystemExit as ended:
-        return process.system_exit(ended)
+        return process.system_exit(ended, output)
     except KeyboardInterrupt as error:
-        process.record(error, exit_code=128 + signal.SIGINT)
+        process.record(error, output, exit_code=128 + signal.SIGINT)
         return 128 + signal.SIGINT
     except BaseException as error:
-        process.record(error, exit_code=1, text=_report(error, output))
+        process.record(error, output, exit_code=1, text=_report(error, output))
         faulthandler.dump_traceback_later(_END_WITHIN_S, exit=True, file=output.file)
         return 1
     finally:
@@ -81,24 +81,28 @@ class _Process:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         return f"rank {self.rank} of {size}, {self.host}, process {os.getpid()}, attempt {attempt}, {now}"
 
-    def record(self, error: BaseException, *, exit_code: int, text: str = "", message: str | None = None) -> None:
-        """Leave the error for the agent; a full disk must not hide the error itself."""
+    def record(
+        self, error: BaseException, output: RankOutput, *, exit_code: int, text: str = "", message: str | None = None
+    ) -> None:
+        """Leave the error for the agent; a full disk must not hide the error itself, so it goes to the screen then."""
         message = str(error) if message is None else message
         name = type(error).__name__
         found = ErrorRecord(self.rank, self.host, os.getpid(), time.time(), name, message, text, exit_code)
         try:
             found.write(self.run_dir)
         except OSError as failed:
-            sys.stderr.write(f"distkit: the error record can't be written: {failed}\n{text}")
+            where = f"rank {self.rank}: {record_path(self.run_dir, self.rank)}"
+            output.screen.write(f"{where} can't be written: {failed.strerror or failed}; the error itself:\n{text}")
+            output.screen.flush()
 
-    def system_exit(self, ended: SystemExit) -> int:
+    def system_exit(self, ended: SystemExit, output: RankOutput) -> int:
         """The exit status that Python would give, with a record of it when it isn't 0."""
         if ended.code is None or ended.code == 0:
             return 0
         code, message = (ended.code, "") if isinstance(ended.code, int) else (1, str(ended.code))
         if message:
             sys.stderr.write(message + "\n")
-        self.record(ended, exit_code=code & 0xFF, message=message)
+        self.record(ended, output, exit_code=code & 0xFF, message=message)
         return code
 
 
