@@ -189,10 +189,9 @@ class _Game:
         if status not in struck.statuses and not too_late:
             self.outcome.other.append(f"exit status {status}, documented is {struck.statuses}: {text[-1500:]}")
         if status == 1 and struck.causes:
-            if not any(cause in text for cause in struck.causes):
-                self.outcome.other.append(f"the error doesn't name the cause ({struck.causes}): {text[-1500:]}")
-            if str(self.run_dir) not in text[text.rfind("Traceback") :]:
-                self.outcome.other.append(f"the error doesn't name the file: {text[-1500:]}")
+            lines = [line for line in text.splitlines() if str(self.run_dir) in line]
+            if not any(cause in line for cause in struck.causes for line in lines):
+                self.outcome.other.append(f"no line names file and cause ({struck.causes}): {text[-1500:]}")
 
     def _check_folder(self, run: Run, struck: Strike) -> str | None:
         """Nothing that was whole is lost or damaged.
@@ -302,10 +301,12 @@ class _Game:
     def _compare_metrics(self, reference: Path) -> None:
         """Each step once in metrics.jsonl, with the loss of the undisturbed run."""
         found, expected = _losses(self.run_dir), _losses(reference)
-        if [step for step, _ in found] != [*range(1, STEPS + 1)]:
+        if self.runs[0].lost_metrics:  # a full disk doesn't end a run because of them; what is there must be right
+            expected = [line for line in expected if line[0] in dict(found)]
+        elif [step for step, _ in found] != [*range(1, STEPS + 1)]:
             self.outcome.wrong.append(f"metrics.jsonl has the steps {[step for step, _ in found]}")
-        elif not self.plan.changed and found != expected:
-            steps = [a[0] for a, b in zip(found, expected, strict=True) if a != b]
+        if not self.plan.changed and found != expected:
+            steps = [a for a, b in zip(found, expected, strict=False) if a != b]
             self.outcome.wrong.append(f"other losses than in the undisturbed run at steps {steps}")
 
     def save_files(self) -> None:

@@ -97,6 +97,11 @@ class Run:
         """The last step that was logged; 0 before the first."""
         return max(self.steps(), default=0)
 
+    @property
+    def lost_metrics(self) -> bool:
+        """Whether it said that metrics.jsonl couldn't be written."""
+        return "metrics.jsonl can't be written" in self.text
+
     def whole(self) -> set[str]:
         """Names of the checkpoints that have their final name."""
         return {path.name for path in self.checkpoints.glob("step-*")}

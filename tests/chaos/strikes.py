@@ -58,13 +58,15 @@ def strike(run: Run, plan: Round, disk: Path | None) -> Strike:
     else:
         here, inside = run.wait_for_steps(plan.nth * plan.every), False
         time.sleep(0.2 * plan.moment)
-        here = here and not run.ended
-    if not here:
+    if not here or not run.ranks():
         return Strike()
     if not plan.inside and everyone:
         run.freeze([*run.ranks().values()])
     made = Strike(True, inside or unfinished(run.checkpoints) is not None, run.whole())
     ranks = run.ranks()
+    if plan.victim % plan.nproc not in ranks:  # it is just ending
+        run.send([*ranks.values()], signal.SIGCONT)
+        return Strike()
     try:
         _do(run, plan, disk, made, ranks)
     finally:
@@ -77,8 +79,7 @@ def strike(run: Run, plan: Round, disk: Path | None) -> Strike:
 
 
 def _do(run: Run, plan: Round, disk: Path | None, made: Strike, ranks: dict[int, int]) -> None:
-    victim = ranks.get(plan.victim % len(ranks), 0) if ranks else 0
-    launcher = run.process.pid
+    victim, launcher = ranks[plan.victim % plan.nproc], run.process.pid
     targets = {"rank": [victim], "launcher": [launcher], "all": [launcher, *ranks.values()]}[plan.target]
     if plan.kind in ("kill a rank", "damaged file", "damaged manifest", "left-over folders"):
         made.statuses = (0,) if plan.restart else (137,)
