@@ -61,6 +61,7 @@ def train(
             else:
                 trainer.step(losses.mean())
             if stop_after is not None and trainer.global_step >= stop_after:
+                trainer._checkpoints.settle()  # else it depends on the machine which checkpoint is the last whole one
                 trainer.strategy.close()
                 return {"log": read_log(run_dir), "order": order}
     state = trainer.model_state_dict(net)
