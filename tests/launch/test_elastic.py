@@ -181,7 +181,7 @@ def test_restarts_on_the_same_host_with_mpirun(launch: Launch, single: Path) -> 
     words = ["-s", "horovod", "--launcher", "mpirun", "--nproc", "2", "--max-restarts", "1", "script.py", ROOT, "0.3"]
     process = launch.start(*words)
     victim = first_line(launch.run_dir, 0, 1)["pid"]
-    wait_until(lambda: max(seen(launch.run_dir, 0), default=0) >= 3, 60)
+    wait_until(lambda: max(seen(launch.run_dir, 0), default=0) >= 3, 120)
     os.kill(victim, signal.SIGKILL)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err

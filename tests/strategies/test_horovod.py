@@ -55,7 +55,7 @@ def test_a_rank_that_skips_a_verb_is_named(pool: Pool) -> None:
 
 
 def test_flags_of_a_step_are_kept(pool: Pool) -> None:
-    flags = [[False, False, True], [True, False, False], [False] * 3]
+    flags = [[False, False, True, False], [True, False, False, False], [False] * 4]
     assert pool.run(CASES + "world_case", 2, name="flags") == [flags] * 2
 
 
