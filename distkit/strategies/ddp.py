@@ -144,7 +144,8 @@ class DDPStrategy(ReplicatedStrategy):
             return None
         from distkit.strategies.compression import half_hook
 
-        return half_hook(self.config.compress.method)
+        assert self.world is not None
+        return half_hook(self.config.compress.method, self.world.collectives.data_group)
 
     def _broadcast(self, model: nn.Module) -> None:
         assert self.world is not None

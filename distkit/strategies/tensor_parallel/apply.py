@@ -12,12 +12,12 @@ from torch import nn
 
 from distkit.strategies.tensor_parallel.group import TensorGroup
 from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
-from distkit.strategies.tensor_parallel.layers import ColumnForward, RowForward, VocabForward
-from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, VOCAB, Layout, Runs, Split
+from distkit.strategies.tensor_parallel.layers import ColumnForward, RowForward
+from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, Layout, Runs, Split
 
 __all__ = ["PlacedParameter", "apply_layout", "placed_parameters", "tried_out"]
 
-FORWARDS: dict[str, Callable[..., Any]] = {COLUMN: ColumnForward, ROW: RowForward, VOCAB: VocabForward}
+FORWARDS: dict[str, Callable[..., Any]] = {COLUMN: ColumnForward, ROW: RowForward}
 
 
 @dataclass(frozen=True)

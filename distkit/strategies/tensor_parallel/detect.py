@@ -53,7 +53,6 @@ class _Group:
 
     row: str
     columns: dict[str, tuple[Runs, ...]]
-    summed: list[str]
 
 
 def detect(model: nn.Module, run: Run, size: int) -> Layout:
@@ -72,7 +71,7 @@ def detect(model: nn.Module, run: Run, size: int) -> Layout:
     with _reproducible():
         trace = _trace(twin, kinds, run)
     layout = Layout(size)
-    groups = [group for name in kinds if (group := _group_of(name, trace, kinds, twin, layout)) is not None]
+    groups = [group for name in kinds if (group := _group_of(name, trace, kinds, layout)) is not None]
     del trace
     # Embeddings alone (without a norm behind them) come last: a split table saves little, and the row behind it sums a lot.
     groups.sort(key=lambda group: all(kinds[name].name == "embedding" for name in group.columns))
@@ -232,7 +231,7 @@ def _trace(twin: nn.Module, kinds: dict[str, Kind], run: Run) -> _Trace:
     return trace
 
 
-def _group_of(name: str, trace: _Trace, kinds: dict[str, Kind], twin: nn.Module, layout: Layout) -> _Group | None:
+def _group_of(name: str, trace: _Trace, kinds: dict[str, Kind], layout: Layout) -> _Group | None:
     """The group of which this layer is the row, if it can be one."""
     kind, size = kinds[name], layout.size
     if kind.name == "embedding" or name not in trace.inputs:
@@ -244,12 +243,9 @@ def _group_of(name: str, trace: _Trace, kinds: dict[str, Kind], twin: nn.Module,
         layout.notes[name] = f"{kind.inputs} input features don't divide by {size}"
         return None
     leaves = [(other, leaf) for other, calls in trace.outputs.items() for leaf in calls]
-    loose = [(n, p) for n, p in twin.named_parameters() if n.rpartition(".")[0] not in kinds]
     needed: dict[str, list[torch.Tensor]] = {}
-    summed: set[str] = set()
     for rank in range(size):
-        masks, touched = _dependencies(trace.inputs[name], rank, size, leaves, loose)
-        summed |= touched
+        masks = _dependencies(trace.inputs[name], rank, size, leaves)
         for other, mask in masks.items():
             if bool(mask.all()):
                 layout.notes[name] = f"each part of its input depends on all of {other or 'the model'}"
@@ -262,7 +258,7 @@ def _group_of(name: str, trace: _Trace, kinds: dict[str, Kind], twin: nn.Module,
             layout.notes[name] = f"its {size} parts share features of {other}, such as heads that {size} doesn't divide"
             return None
         columns[other] = runs
-    return _Group(name, columns, sorted(summed)) if columns else None
+    return _Group(name, columns) if columns else None
 
 
 def _dependencies(
@@ -270,28 +266,22 @@ def _dependencies(
     rank: int,
     size: int,
     leaves: Sequence[tuple[str, torch.Tensor]],
-    loose: Sequence[tuple[str, nn.Parameter]],
-) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Which output features of which layers one rank's slice depends on, and which parameters besides."""
+) -> dict[str, torch.Tensor]:
+    """Which output features of which layers one rank's slice depends on."""
     part = sum(
         (value.narrow(-1, rank * (value.shape[-1] // size), value.shape[-1] // size) * _weights(value, size)).sum()
         for value in inputs
     )
     assert isinstance(part, torch.Tensor)
-    wanted = [leaf for _, leaf in leaves] + [parameter for _, parameter in loose]
+    wanted = [leaf for _, leaf in leaves]
     gradients = torch.autograd.grad(part, wanted, retain_graph=True, allow_unused=True)
     masks: dict[str, torch.Tensor] = {}
-    for (name, leaf), gradient in zip(leaves, gradients, strict=False):
+    for (name, leaf), gradient in zip(leaves, gradients, strict=True):
         if gradient is not None:
             mask = (gradient != 0).reshape(-1, leaf.shape[-1]).any(0)
             if bool(mask.any()):
                 masks[name] = masks[name] | mask if name in masks else mask
-    touched = {
-        name
-        for (name, _), gradient in zip(loose, gradients[len(leaves) :], strict=True)
-        if gradient is not None and bool((gradient != 0).any())
-    }
-    return masks, touched
+    return masks
 
 
 def _weights(value: torch.Tensor, size: int) -> torch.Tensor:
@@ -355,9 +345,7 @@ def _enter(group: _Group, kinds: dict[str, Kind], layout: Layout) -> None:
     kind = kinds[group.row]
     piece = kind.inputs // layout.size
     row_runs: tuple[Runs, ...] = tuple(((rank * piece, piece),) for rank in range(layout.size))
-    layout.splits[group.row] = Split(
-        ROW, row_runs, (kind.inputs,), partners=tuple(group.columns), summed=tuple(group.summed)
-    )
+    layout.splits[group.row] = Split(ROW, row_runs, (kind.inputs,), partners=tuple(group.columns))
     for name, runs in group.columns.items():
         layout.splits[name] = Split(COLUMN, runs, _parts(runs, kinds[name].outputs))
 

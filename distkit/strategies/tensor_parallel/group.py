@@ -1,4 +1,4 @@
-"""The ranks that share each layer, and the four ways in which activations travel between them."""
+"""The ranks that share each layer, and the ways in which activations travel between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["TensorGroup", "copy_to_group", "gather_from_group", "reduce_from_group"]
+__all__ = ["TensorGroup", "copy_to_group", "part_is_used", "reduce_from_group"]
 
 
 class TensorGroup:
@@ -25,11 +25,6 @@ class TensorGroup:
         self.rank, self.size, self.group = rank, size, group
         self.last_copy: tuple[torch.Tensor, torch.Tensor] | None = None
         """The tensor that was copied last, and its copy; until backward comes by."""
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """This rank and the size."""
-        return self.rank, self.size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the group, as a new tensor."""
@@ -78,19 +73,6 @@ class _Reduce(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Gather(torch.autograd.Function):
-    """Forward puts the last dimension together; backward takes this rank's part, since all computed the same from it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group, ctx.width = group, tensor.shape[-1]
-        return torch.cat(group.all_gather(tensor), -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].narrow(-1, ctx.group.rank * ctx.width, ctx.width), None
-
-
 def copy_to_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Before split layers: each rank goes on with the same values.
 
@@ -111,7 +93,10 @@ def reduce_from_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     return result
 
 
-def gather_from_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """The last dimension of all ranks, in their order."""
-    result: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
+def part_is_used(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """A tensor that is whole on every rank, of which each rank uses what meets its own part of another: a norm inside of
+    each head, a mask. Its gradient is the sum over the group."""
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    result: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result

@@ -12,14 +12,13 @@ from distkit.errors import UsageError
 from distkit.strategies.tensor_parallel.group import (
     TensorGroup,
     copy_to_group,
-    gather_from_group,
     reduce_from_group,
 )
 from distkit.strategies.tensor_parallel.kinds import Kind
 from distkit.strategies.tensor_parallel.layout import Split
 from distkit.strategies.tensor_parallel.sharded import ShardedTensor
 
-__all__ = ["ColumnForward", "RowForward", "VocabForward"]
+__all__ = ["ColumnForward", "RowForward"]
 
 
 class _SplitForward:
@@ -61,9 +60,7 @@ class ColumnForward(_SplitForward):
             output = functional.embedding(inputs, self.module.weight)  # type: ignore[arg-type]
         else:
             output = self._multiply(copy_to_group(inputs, self.group), self._bias)
-        if self.split.gathered:
-            return gather_from_group(output, self.group)
-        return ShardedTensor(output, -1, self.split.parts, self.group.ranks)
+        return ShardedTensor(output, -1, self.split.parts, self.group)
 
 
 class RowForward(_SplitForward):
@@ -78,14 +75,3 @@ class RowForward(_SplitForward):
         output = reduce_from_group(self._multiply(inputs.local, None), self.group)
         bias = self._bias
         return output if bias is None else output + bias
-
-
-class VocabForward(_SplitForward):
-    """An embedding of which each rank has some rows: the others' are zeros, and the sum is the whole."""
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        first, count = self.split.runs[self.group.rank][0]
-        local = inputs - first
-        outside = (local < 0) | (local >= count)
-        embedded = functional.embedding(local.masked_fill(outside, 0), self.module.weight)  # type: ignore[arg-type]
-        return reduce_from_group(embedded.masked_fill(outside.unsqueeze(-1), 0.0), self.group)

@@ -82,8 +82,6 @@ class TensorParallelMixin(Strategy):
         places = apply_layout(model, layout, self.group)
         self.placement.add(group, places)
         self._layouts.append((model, layout, places))
-        for name in layout.summed:
-            model.get_parameter(name).register_hook(self.group.all_reduce)
 
     def _agreed_layout(self, model: nn.Module) -> Layout:
         """Rank 0 looks, and what it finds, or why it can't, is the same on all ranks."""

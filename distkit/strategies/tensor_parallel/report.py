@@ -45,6 +45,6 @@ def layout_from_json(data: dict[str, Any]) -> Layout:
     splits = {}
     for name, value in data["splits"].items():
         runs = tuple(tuple((int(a), int(b)) for a, b in own) for own in value["runs"])
-        tuples = {key: tuple(value[key]) for key in ("parts", "partners", "summed")}
+        tuples = {key: tuple(value[key]) for key in ("parts", "partners")}
         splits[name] = Split(**{**value, **tuples, "runs": runs})
     return Layout(data["size"], splits, dict(data["notes"]))

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from distkit.errors import UsageError
+from distkit.strategies.tensor_parallel.group import TensorGroup, part_is_used
 
 __all__ = ["ShardedTensor", "local_part"]
 
@@ -33,17 +34,17 @@ class ShardedTensor(torch.Tensor):
     local: torch.Tensor
     split_dim: int
     parts: tuple[int, ...]
-    ranks: tuple[int, int]
+    group: TensorGroup
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, dim: int, parts: Sequence[int], ranks: tuple[int, int]) -> ShardedTensor:
+    def __new__(cls, local: torch.Tensor, dim: int, parts: Sequence[int], group: TensorGroup) -> ShardedTensor:
         """Wrap a local part.
 
         Args:
             local: This rank's.
             dim: The split dimension.
             parts: Global sizes along it.
-            ranks: This rank in the tensor group, and the group's size.
+            group: The tensor group.
         """
         shape = list(local.shape)
         dim %= len(shape)
@@ -51,15 +52,15 @@ class ShardedTensor(torch.Tensor):
         made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        made.local, made.split_dim, made.parts, made.ranks = local, dim, tuple(parts), ranks
+        made.local, made.split_dim, made.parts, made.group = local, dim, tuple(parts), group
         return made
 
     def with_local(self, local: torch.Tensor) -> ShardedTensor:
         """The same part of something else."""
-        return ShardedTensor(local, self.split_dim, self.parts, self.ranks)
+        return ShardedTensor(local, self.split_dim, self.parts, self.group)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedTensor({tuple(self.shape)}, dimension {self.split_dim} over {self.ranks[1]})"
+        return f"ShardedTensor({tuple(self.shape)}, dimension {self.split_dim} over {self.group.size})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -116,8 +117,8 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """On the local parts, and on meta tensors of the global shapes to learn what the result is a part of."""
     flat, spec = tree_flatten((args, kwargs))
     sharded = [value for value in flat if isinstance(value, ShardedTensor)]
-    ranks, name = sharded[0].ranks, getattr(func, "__name__", str(func))
-    flat = [_matching_part(value, sharded, name) for value in flat]
+    group, name = sharded[0].group, getattr(func, "__name__", str(func))
+    flat = [_matching_part(_used_in_part(value, group), sharded, name) for value in flat]
     local_args, local_kwargs = tree_unflatten([_local(value) for value in flat], spec)
     meta_args, meta_kwargs = tree_unflatten([_meta(value) for value in flat], spec)
     with torch._C.DisableTorchFunctionSubclass():
@@ -127,7 +128,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         except (RuntimeError, IndexError) as error:
             raise _refused(name, str(error)) from error
     parts = next((value.parts for value in sharded if len(value.parts) > 1), None)
-    return _wrap(part, whole, parts, ranks, name)
+    return _wrap(part, whole, parts, group, name)
 
 
 def _local(value: Any) -> Any:
@@ -142,6 +143,12 @@ def _meta(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
+def _used_in_part(value: Any, group: TensorGroup) -> Any:
+    """A whole tensor beside a split one gets a part of its gradient on each rank."""
+    whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+    return part_is_used(value, group) if whole else value
+
+
 def _matching_part(value: Any, sharded: Sequence[ShardedTensor], name: str) -> Any:
     """A whole tensor that is broadcast against split ones: this rank's part of it, where it has their dimension whole."""
     if name not in _BROADCASTING or not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
@@ -149,30 +156,30 @@ def _matching_part(value: Any, sharded: Sequence[ShardedTensor], name: str) -> A
     for other in sharded:
         dim = other.split_dim - other.dim() + value.dim()
         if dim >= 0 and value.shape[dim] == other.shape[other.split_dim] and value.shape[dim] > 1:
-            return shard(value, dim, other.parts, other.ranks)
+            return shard(value, dim, other.parts, other.group)
     return value
 
 
-def shard(tensor: torch.Tensor, dim: int, parts: Sequence[int], ranks: tuple[int, int]) -> ShardedTensor:
+def shard(tensor: torch.Tensor, dim: int, parts: Sequence[int], group: TensorGroup) -> ShardedTensor:
     """This rank's part of a tensor that is whole everywhere."""
-    rank, size = ranks
+    rank, size = group.rank, group.size
     pieces = [
         part.narrow(dim, rank * (part.shape[dim] // size), part.shape[dim] // size)
         for part in tensor.split(list(parts), dim)
     ]
-    return ShardedTensor(torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0], dim, parts, ranks)
+    return ShardedTensor(torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0], dim, parts, group)
 
 
-def _wrap(part: Any, whole: Any, parts: tuple[int, ...] | None, ranks: tuple[int, int], name: str) -> Any:
+def _wrap(part: Any, whole: Any, parts: tuple[int, ...] | None, group: TensorGroup, name: str) -> Any:
     if isinstance(part, torch.Tensor) and isinstance(whole, torch.Tensor):
         dims = [d for d, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b]
-        if len(dims) != 1 or part.shape[dims[0]] * ranks[1] != whole.shape[dims[0]]:
+        if len(dims) != 1 or part.shape[dims[0]] * group.size != whole.shape[dims[0]]:
             raise _refused(name, f"its result would be {tuple(part.shape)} of {tuple(whole.shape)}")
         size = whole.shape[dims[0]]
         keeps = parts is not None and sum(parts) == size
-        return ShardedTensor(part, dims[0], parts if keeps and parts is not None else (size,), ranks)
+        return ShardedTensor(part, dims[0], parts if keeps and parts is not None else (size,), group)
     if isinstance(part, tuple | list):
-        wrapped = [_wrap(a, b, parts, ranks, name) for a, b in zip(part, whole, strict=True)]
+        wrapped = [_wrap(a, b, parts, group, name) for a, b in zip(part, whole, strict=True)]
         return type(part)(wrapped) if type(part) in (tuple, list) else tuple(wrapped)
     if part is None or isinstance(part, bool | int | float | torch.dtype | torch.device):
         return part
@@ -206,12 +213,12 @@ def _complete(shape: list[int], numel: int) -> list[int]:
 
 def _reshaped(tensor: ShardedTensor, shape: list[int]) -> ShardedTensor:
     """Where the split dimension goes: what lies before it, its parts included, has as many elements as before."""
-    size, dim = tensor.ranks[1], tensor.split_dim
+    size, dim = tensor.group.size, tensor.split_dim
     count = len(tensor.parts)
     if len(set(tensor.parts)) > 1 and shape[:dim] == list(tensor.shape[:dim]) and shape[dim] == tensor.shape[dim]:
         local = list(shape)
         local[dim] = tensor.local.shape[dim]
-        return ShardedTensor(tensor.local.reshape(local), dim, tensor.parts, tensor.ranks)
+        return ShardedTensor(tensor.local.reshape(local), dim, tensor.parts, tensor.group)
     before = prod(tensor.shape[:dim])
     for outer, parts in ((before * count, 1), (before, count)):
         if len(set(tensor.parts)) > 1 and count > 1:
@@ -224,7 +231,7 @@ def _reshaped(tensor: ShardedTensor, shape: list[int]) -> ShardedTensor:
         ):
             local = [n // size if d == found else n for d, n in enumerate(shape)]
             kept = (shape[found] // parts,) * parts
-            return ShardedTensor(tensor.local.reshape(local), found, kept, tensor.ranks)
+            return ShardedTensor(tensor.local.reshape(local), found, kept, tensor.group)
     raise _refused("view", f"{tuple(tensor.shape)} with dimension {dim} split, as {tuple(shape)}")
 
 
@@ -278,9 +285,9 @@ def _cut(tensor: ShardedTensor, sections: list[int]) -> tuple[ShardedTensor, ...
         if sum(own) != section:
             raise _refused("split", f"parts of {list(tensor.parts)}, into sections of {sections}")
         pieces.append(own)
-    size, dim = tensor.ranks[1], tensor.split_dim
+    size, dim = tensor.group.size, tensor.split_dim
     locals_ = tensor.local.split([sum(own) // size for own in pieces], dim)
-    return tuple(ShardedTensor(part, dim, own, tensor.ranks) for part, own in zip(locals_, pieces, strict=True))
+    return tuple(ShardedTensor(part, dim, own, tensor.group) for part, own in zip(locals_, pieces, strict=True))
 
 
 def _expand(func: Any, tensor: ShardedTensor, *sizes: Any, **kwargs: Any) -> Any:
@@ -289,11 +296,11 @@ def _expand(func: Any, tensor: ShardedTensor, *sizes: Any, **kwargs: Any) -> Any
     if shape[dim] not in (-1, tensor.shape[tensor.split_dim]):
         raise _refused("expand", f"{tuple(tensor.shape)} to {tuple(shape)}")
     shape[dim] = -1
-    return ShardedTensor(tensor.local.expand(shape), dim, tensor.parts, tensor.ranks)
+    return ShardedTensor(tensor.local.expand(shape), dim, tensor.parts, tensor.group)
 
 
 def _like(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    return ShardedTensor(func(tensor.local, *args, **kwargs), tensor.split_dim, tensor.parts, tensor.ranks)
+    return ShardedTensor(func(tensor.local, *args, **kwargs), tensor.split_dim, tensor.parts, tensor.group)
 
 
 def _dropout(func: Any, tensor: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -303,8 +310,8 @@ def _dropout(func: Any, tensor: ShardedTensor, p: float = 0.5, training: bool = 
         return _like(func, tensor, p, training, inplace)
     with torch.no_grad():
         mask = torch.nn.functional.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
-    part = shard(mask, tensor.split_dim, tensor.parts, tensor.ranks).local
-    return ShardedTensor(tensor.local * part, tensor.split_dim, tensor.parts, tensor.ranks)
+    part = shard(mask, tensor.split_dim, tensor.parts, tensor.group).local
+    return ShardedTensor(tensor.local * part, tensor.split_dim, tensor.parts, tensor.group)
 
 
 def _attention(

@@ -36,8 +36,6 @@ def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
     layout = detect(split, run, environment.size)
     group = CountedGroup(environment.rank, environment.size, dist.group.WORLD)
     places = apply_layout(split, layout, group)
-    for name in layout.summed:
-        split.get_parameter(name).register_hook(group.all_reduce)
     models = (split, whole)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
     worst, gradients, counts = 0.0, {}, []
@@ -65,7 +63,6 @@ def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
         "rows": rows,
         "counts": counts[0],
         "share": share,
-        "summed": layout.summed,
     }
 
 
@@ -79,3 +76,23 @@ def _gradient_differences(split: Any, whole: Any, places: Any, rank: int) -> dic
         part = part_of(gradient, places[name], rank) if name in places else gradient
         found[name] = float((parameter.grad - part).abs().max() / gradient.abs().max())
     return found
+
+
+def interleaved_losses(strategy: str, run_dir: str, settings: dict[str, Any]) -> list[list[float]]:
+    """Loss and norm of each step of a model with a norm inside of each head, through the Trainer."""
+    import distkit
+    from tests.contract.cases import read_log
+    from tests.strategies.tensor_parallel.models import Interleaved
+
+    base = {"strategy": strategy, "run_dir": run_dir, "batch.per": "global", "log.every_steps": 1, "log.to": ["jsonl"]}
+    trainer = distkit.Trainer({**base, "checkpoint.at_end": False, **settings})
+    model: Any = Interleaved()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.randint(0, 60, (24, 9), generator=torch.Generator().manual_seed(2))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=8)  # type: ignore[arg-type]
+    model, optimizer, loader = trainer.prepare(model, optimizer, loader)
+    for _ in trainer.epochs(2):
+        for batch in loader:
+            trainer.step(torch.nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()))
+    trainer.close()
+    return [[line["loss"], line["grad_norm"]] for line in read_log(run_dir)]

@@ -73,13 +73,17 @@ def test_checkpoints_move_both_ways(pool: Pool, tmp_path: Path, strategy: str) -
     assert [line["loss"] for line in on["log"]] == pytest.approx([line["loss"] for line in whole["log"]], abs=1e-5)
 
 
-def test_bf16_and_activation_checkpointing(pool: Pool, tmp_path: Path) -> None:
+def test_bf16_activation_checkpointing_and_compression(pool: Pool, tmp_path: Path) -> None:
     expected = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "s"))[0]
     for index, (settings, band) in enumerate(
-        [({"precision": "bf16"}, 0.02), ({"memory.activation_checkpointing": "full"}, 1e-5)]
+        [
+            ({"precision": "bf16"}, 0.02),
+            ({"memory.activation_checkpointing": "full"}, 1e-5),
+            ({"compress.method": "bf16"}, 0.01),
+        ]
     ):
         run_dir = str(tmp_path / str(index))
-        result = pool.run(TRAIN, 2, strategy="ddp", run_dir=run_dir, settings={**settings, "parallel.tensor": 2})[0]
+        result = pool.run(TRAIN, 4, strategy="ddp", run_dir=run_dir, settings={**settings, "parallel.tensor": 2})[0]
         losses = [line["loss"] for line in result["log"]]
         assert losses == pytest.approx([line["loss"] for line in expected["log"]], abs=band)
 
@@ -104,3 +108,14 @@ def test_layers_can_be_kept_whole(pool: Pool, tmp_path: Path) -> None:
     result = pool.run(TRAIN, 2, strategy="ddp", run_dir=str(tmp_path / "t"), settings=settings)[0]
     losses = [line["loss"] for line in result["log"]]
     assert losses == pytest.approx([line["loss"] for line in expected["log"]], abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_inside_of_heads_get_their_whole_gradient(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    """A norm over each head's features is whole on every rank, and each rank sees its own heads only."""
+    case = CASES + "interleaved_losses"
+    expected = pool.run(case, 1, strategy="single", run_dir=str(tmp_path / "s"), settings={})[0]
+    split = pool.run(case, 4, strategy=strategy, run_dir=str(tmp_path / "t"), settings={"parallel.tensor": 2})[0]
+    assert len(split) == len(expected) == 6
+    for found, wanted in zip(split, expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
