@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +107,11 @@ class TensorParallelMixin(Strategy):
                 raise ConfigError(
                     f"parallel.tensor_layout.{pattern} was set to {style!r}; only replicate can be set so far, the rest is detected",
                     hint="--set parallel.tensor_layout=auto",
+                )
+            if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+                raise ConfigError(
+                    f"parallel.tensor_layout.{pattern} was set, but no module of {type(model).__name__} has such a name",
+                    hint="--set parallel.tensor_layout=auto   or a name from model.named_modules(), * for any part of it",
                 )
             layout.keep_whole(pattern)
         return layout

@@ -95,6 +95,10 @@ def test_bf16_activation_checkpointing_and_compression(pool: Pool, tmp_path: Pat
         ({"parallel.tensor": 2, "precision": "fp16"}, "precision was set to fp16, which does not go together"),
         ({"parallel.tensor": 2, "compile": True}, "compile was set to true, which does not go together"),
         ({"parallel.tensor": 2, "parallel.tensor_layout": {"blocks.*": "row"}}, "only replicate can be set so far"),
+        (
+            {"parallel.tensor": 2, "parallel.tensor_layout": {"experts.*": "replicate"}},
+            "no module of TinyGPT has such a name",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused(pool: Pool, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
