@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,7 @@ class OptimizerLayout:
     values: dict[str, dict[str, Any]]
 
 
+@lru_cache(maxsize=65536)
 def clean_name(name: str) -> str:
     """A parameter's name without the prefixes that wrappers put in (``_orig_mod.``, ``_fsdp_wrapped_module.`` ...)."""
     for prefix in WRAPPER_PREFIXES:

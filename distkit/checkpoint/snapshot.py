@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -69,7 +69,7 @@ class HostCopies:
             if source.is_cuda:
                 devices.add(source.device)
             kept[key] = buffer
-            copies.append(replace(shard, tensor=buffer))
+            copies.append(Shard(shard.group, shard.name, shard.kind, shard.global_shape, shard.region, buffer))
         self._buffers = kept
         return copies, _events(devices)
 

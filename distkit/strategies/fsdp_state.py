@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
@@ -31,8 +33,24 @@ def region_of(tensor: torch.Tensor) -> Region:
     """Which box of the whole tensor this rank holds; an empty one where there are more ranks than rows."""
     if not isinstance(tensor, DTensor):
         return Region.whole(tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Region(tuple(int(n) for n in offset), tuple(int(n) for n in shape))
+    return _part(tensor.shape, tensor.device_mesh, tensor.placements, _place(tensor))[0]
+
+
+def _place(tensor: DTensor) -> tuple[int, ...]:
+    return tuple(tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim)
+
+
+@lru_cache(maxsize=4096)  # a model repeats few shapes; equal meshes of two runs in one process may differ in the place
+def _part(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], place: tuple[int, ...]
+) -> tuple[Region, tuple[int, int]]:
+    """This rank's box of a DTensor; and among the ranks that hold the same box: which this one is, and how many."""
+    sizes, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    mine, count = 0, 1
+    for at, size, placement in zip(place, mesh.shape, placements, strict=True):
+        if isinstance(placement, Replicate):
+            mine, count = mine * size + at, count * size
+    return Region(tuple(int(n) for n in offset), tuple(int(n) for n in sizes)), (mine, count)
 
 
 def like_parameter(values: torch.Tensor, parameter: DTensor) -> DTensor:
@@ -79,15 +97,27 @@ class FsdpState:
 
     def shards(self) -> Iterator[Shard]:
         """This rank's share, each element of the state on exactly one rank."""
-        split: dict[tuple[int, int], list[Item]] = {}
-        for item in self._items():
-            split.setdefault(_holder(item[3], self.world), []).append(item)
-        for (mine, holders), items in split.items():
-            sizes = [((g, n, k), local(t).numel() * t.element_size()) for g, n, k, t in items]
+        split: dict[tuple[int, int], list[Shard]] = {}
+        for holder, shard in self._held():
+            split.setdefault(holder, []).append(shard)
+        for (mine, holders), shards in split.items():
+            sizes = [((s.group, s.name, s.kind), s.tensor.nbytes) for s in shards]
             chosen = own_share(sizes, mine, holders)
-            for group, name, kind, tensor in items:
-                if (group, name, kind) in chosen:
-                    yield Shard(group, name, kind, tuple(tensor.shape), region_of(tensor), local(tensor).detach())
+            yield from (s for s in shards if (s.group, s.name, s.kind) in chosen)
+
+    @torch.no_grad()
+    def _held(self) -> list[tuple[tuple[int, int], Shard]]:
+        """All that lies on this rank, with who else has it: training waits for this list at each checkpoint."""
+        found = []
+        for group, name, kind, tensor in self._items():
+            if isinstance(tensor, DTensor):
+                region, holder = _part(tensor.shape, tensor.device_mesh, tensor.placements, _place(tensor))
+                values = tensor.to_local()
+            else:
+                region, holder = Region.whole(tensor.shape), (self.world.data.rank, self.world.data.size)
+                values = tensor
+            found.append((holder, Shard(group, name, kind, tuple(tensor.shape), region, values.detach())))
+        return found
 
     def layouts(self) -> list[OptimizerLayout]:
         """Groups, fields and values by parameter name; the same on all ranks."""
@@ -117,7 +147,7 @@ class FsdpState:
         for index, model in enumerate(self.models):
             group = group_name("model", index)
             for name, tensor in model.named_parameters():
-                yield group, clean_name(name), "parameter", tensor.detach()
+                yield group, clean_name(name), "parameter", tensor
             for name, buffer in named_buffers(model):
                 yield group, name, "buffer", buffer
         for index, optimizer in enumerate(self.optimizers):
@@ -194,15 +224,3 @@ def _field(optimizer: Optimizer, parameter: torch.Tensor, kind: str, value: torc
         "is split over the ranks: which part of what it is can't be known",
         hint="--strategy ddp   stores optimizers of any kind",
     )
-
-
-def _holder(tensor: torch.Tensor, world: World) -> tuple[int, int]:
-    """Among the ranks that hold the same elements: which this one is, and how many there are."""
-    if not isinstance(tensor, DTensor):
-        return world.data.rank, world.data.size
-    mine, count = 0, 1
-    coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
-    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
-        if isinstance(placement, Replicate):
-            mine, count = mine * size + place, count * size
-    return mine, count
