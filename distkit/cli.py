@@ -15,6 +15,7 @@ import typer
 from distkit.checkpoint_cli import checkpoint_app
 from distkit.commandline import print_json, print_table, run_app
 from distkit.errors import StrategyUnavailable
+from distkit.plan_cli import plan
 
 if TYPE_CHECKING:
     from distkit.config import LoadedConfig
@@ -34,6 +35,11 @@ app = typer.Typer(
 config_app = typer.Typer(rich_markup_mode=None, context_settings=_HELP, no_args_is_help=True)
 app.add_typer(config_app, name="config", short_help="Settings: merged, and which there are.")
 app.add_typer(checkpoint_app, name="checkpoint", short_help="Checkpoints: list, verify, compare, export, import.")
+app.command(
+    "plan",
+    short_help="What a run would be like: how layers would be split.",
+    context_settings={"allow_interspersed_args": False, **_HELP},
+)(plan)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -70,7 +70,7 @@ class Trainer:
         if environment.size > 1 and self._loaded.origins["strategy"] == "default":
             self.config.strategy = "ddp"
             self._loaded.origins["strategy"] = f"{environment.size} processes were started and none was named"
-        self.strategy = make_strategy(self.config)
+        self.strategy = make_strategy(self.config, launch.preview)
         self.world: World = self.strategy.connect(environment)
         self.precision = Precision(self.config.precision, self.world.device)
         seed_everything(self.config.seed)
@@ -496,7 +496,7 @@ class Trainer:
         Args:
             tensor: One row a sample of the present batch; or a scalar, which is treated as one row.
         """
-        rows = tensor.detach()
+        rows = self.strategy.whole_output(tensor).detach()
         rows = rows.reshape(1) if rows.dim() == 0 else rows
         if self._handed_out is not None and self._handed_out.padding:
             rows = rows[:0]

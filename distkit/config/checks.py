@@ -9,7 +9,7 @@ from distkit.config.nearest import nearest, nearest_key
 from distkit.config.schema import Config, keys
 from distkit.errors import ConfigError
 
-__all__ = ["check_config", "check_values", "unknown_key"]
+__all__ = ["check_config", "check_tensor_groups", "check_values", "unknown_key"]
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 
@@ -80,3 +80,25 @@ def check_config(config: Config, origins: Mapping[str, str]) -> None:
             f"optim.unused_parameters={config.optim.unused_parameters}",
             hint=f"--set optim.unused_parameters={'allow' if ddp['find_unused_parameters'] else 'error'}",
         )
+
+
+def check_tensor_groups(config: Config, *, nodes: int, each: int) -> None:
+    """Refuse tensor groups that would reach over several nodes, unless that is asked for.
+
+    Args:
+        config: The merged settings.
+        nodes: Number of nodes.
+        each: Processes on each.
+
+    Raises:
+        ConfigError: Some group would.
+    """
+    size = config.parallel.tensor
+    if size == 1 or nodes == 1 or each % size == 0 or config.parallel.allow_tensor_across_nodes:
+        return
+    fitting = max(n for n in range(1, size + 1) if each % n == 0)
+    raise ConfigError(
+        f"parallel.tensor was set to {size}, but each of the {nodes} nodes has {each} processes: tensor groups would reach over "
+        "nodes, and every layer would wait for the network between them",
+        hint=f"--set parallel.tensor={fitting}   or, if the network is that fast, --set parallel.allow_tensor_across_nodes=true",
+    )

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from distkit.errors import LaunchError
 
@@ -26,11 +27,13 @@ class LaunchSettings:
         config: Path of the config file given with ``-c``, absolute.
         overrides: ``KEY=VALUE`` texts in the order in which they were given (``-s`` and ``--run-dir`` are among them).
         launcher: Which launcher started the processes.
+        preview: What `distkit plan` wants to be shown instead of training; empty for a run.
     """
 
     config: str | None = None
     overrides: list[str] = field(default_factory=list)
     launcher: str | None = None
+    preview: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text to put into :data:`VARIABLE`."""
@@ -52,6 +55,7 @@ class LaunchSettings:
                 config=data.get("config"),
                 overrides=[str(x) for x in data.get("overrides", [])],
                 launcher=data.get("launcher"),
+                preview=dict(data.get("preview", {})),
             )
         except (ValueError, AttributeError, TypeError) as error:
             raise LaunchError(

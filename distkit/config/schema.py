@@ -95,8 +95,10 @@ class ParallelConfig:
     replicate: int = _key(1, "Replica groups of hsdp; sharding happens inside each.", minimum=1)
     tensor_layout: Any = _key(
         "auto",
-        "auto finds what can be split; or patterns of module names that are to stay whole: {'*.experts.*': replicate}.",
+        "auto finds what can be split; or how modules are split whose names match: {'*.experts.*': replicate}; column, row, "
+        "vocabulary or replicate.",
     )
+    allow_tensor_across_nodes: bool = _key(False, "Let tensor groups reach over several nodes.")
 
 
 @dataclass

@@ -396,6 +396,7 @@ def _processes(
     options: LaunchOptions, loaded: LoadedConfig, strategy: str | None, machine: Machine
 ) -> tuple[int, list[str]]:
     """Processes on each node, checked against the strategy; and a note where that needs one."""
+    from distkit.config.checks import check_tensor_groups
     from distkit.strategies.registry import strategy_class
 
     several = options.nnodes > 1 or options.nproc not in ("auto", "1")
@@ -413,6 +414,7 @@ def _processes(
             )
     if found is not None:
         found.check(loaded.config, processes=options.nnodes * nproc)
+        check_tensor_groups(loaded.config, nodes=options.nnodes, each=nproc)
     return nproc, notes
 
 

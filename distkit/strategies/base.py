@@ -128,6 +128,15 @@ class Strategy(ABC):
             precision: Says how to cast the forward and whether the loss is scaled.
         """
 
+    @property
+    def sees_outputs(self) -> bool:
+        """Whether the engine looks for the graph behind what a model's forward returns."""
+        return False
+
+    def whole_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a model gave out, with nothing of it on other ranks of a tensor group; called by all of those."""
+        return tensor
+
     def notes(self) -> list[str]:
         """Lines for the start of the log: what a user should know of this strategy on this machine."""
         return []

@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, StrategyUnavailable
 
 if TYPE_CHECKING:
     from distkit.config import Config
     from distkit.strategies.base import Strategy
 
-__all__ = ["check_capabilities", "engine_installed"]
+__all__ = ["check_capabilities", "check_layout", "engine_installed"]
 
 
 def engine_installed(strategy: type[Strategy]) -> bool:
@@ -65,7 +66,28 @@ def check_capabilities(strategy: type[Strategy], config: Config, processes: int 
         )
 
 
+LAYOUT_STYLES = ("column", "row", "vocabulary", "replicate")
+
+
+def check_layout(config: Config) -> None:
+    """Refuse what ``parallel.tensor_layout`` can't mean for any model."""
+    chosen = config.parallel.tensor_layout
+    if isinstance(chosen, dict):
+        for pattern, style in chosen.items():
+            if style not in LAYOUT_STYLES:
+                raise ConfigError(
+                    f"parallel.tensor_layout.{pattern} was set to {style!r}; there are: {', '.join(LAYOUT_STYLES)}",
+                    hint=f"--set 'parallel.tensor_layout={{\"{pattern}\": {nearest(str(style), LAYOUT_STYLES) or 'replicate'}}}'",
+                )
+    elif chosen != "auto":
+        raise ConfigError(
+            f"parallel.tensor_layout was set to {chosen!r}; it is auto, or patterns of names with their styles",
+            hint="--set 'parallel.tensor_layout={\"*.experts.*\": replicate}'",
+        )
+
+
 def _check_tensor_parallel(config: Config) -> None:
+    check_layout(config)
     for key, value, refused, instead in (
         ("precision", config.precision, "fp16", "--set precision=bf16"),
         ("compile", config.compile, True, "--set compile=false"),

@@ -126,6 +126,11 @@ class DDPStrategy(ReplicatedStrategy):
         }
         return {**defaults, **given}
 
+    @property
+    def sees_outputs(self) -> bool:
+        """See :class:`Strategy`; that is how DDP knows which parameters were not used."""
+        return self.config.optim.unused_parameters == "allow" or bool(self.config.engine.ddp.get("static_graph"))
+
     def _synchronise_norms(self, model: nn.Module) -> nn.Module:
         if not self.config.engine.ddp.get("sync_batchnorm"):
             return model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, StrategyUnavailable
@@ -82,19 +84,39 @@ def strategy_class(name: str, *, several: bool = False) -> type[Strategy]:
     return loaded
 
 
-def make_strategy(config: Config) -> Strategy:
+def make_strategy(config: Config, preview: Mapping[str, Any] | None = None) -> Strategy:
     """The strategy of a run; with ``parallel.tensor`` above 1 over models whose layers are split.
+
+    Args:
+        config: The merged settings.
+        preview: What `distkit plan` wants to be shown instead of training.
 
     Raises:
         ConfigError: There is no such strategy, or it can't follow the settings.
     """
     chosen = strategy_class(config.strategy)
+    if preview:
+        return _make_preview(chosen, config, preview)
     if config.parallel.tensor > 1:
         chosen.check(config, processes=None)
         from distkit.strategies.tensor_parallel.mixin import with_tensor_parallelism
 
         chosen = with_tensor_parallelism(chosen)
     return chosen(config)
+
+
+def _make_preview(chosen: type[Strategy], config: Config, preview: Mapping[str, Any]) -> Strategy:
+    from distkit.strategies.tensor_parallel.preview import LayoutPreview, show_errors_short
+
+    show_errors_short()
+    if config.parallel.tensor == 1:
+        raise ConfigError("parallel.tensor is 1: no layer would be split", hint="--set parallel.tensor=2")
+    if chosen.name != "single":  # the default, where only the layout is asked for
+        chosen.check(config, processes=None)
+    from distkit.strategies.checks import check_layout
+
+    check_layout(config)
+    return LayoutPreview(config, as_json=bool(preview["json"]), done=Path(preview["done"]))
 
 
 def _takes_several(name: str) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, rendezvous  # type: ignore[attr-defined]
 
 from distkit.config import Config
+from distkit.config.checks import check_tensor_groups
 from distkit.errors import LaunchError
 from distkit.world.collectives import TorchCollectives
 from distkit.world.device import backend_for, choose_device
@@ -32,7 +33,9 @@ def connect_torch(environment: Environment, config: Config) -> World:
 
     Raises:
         LaunchError: The processes don't know where to meet, or didn't within ``timeouts.start_s``.
+        ConfigError: Tensor groups would reach over several nodes.
     """
+    check_tensor_groups(config, nodes=environment.nodes, each=environment.local_size)
     device = choose_device(config.device, environment.local_rank, environment.size)
     owns_world = join_processes(environment, config, device)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeouts.step_s))

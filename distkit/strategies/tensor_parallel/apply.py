@@ -12,12 +12,12 @@ from torch import nn
 
 from distkit.strategies.tensor_parallel.group import TensorGroup
 from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
-from distkit.strategies.tensor_parallel.layers import ColumnForward, RowForward
-from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, Layout, Runs, Split
+from distkit.strategies.tensor_parallel.layers import ColumnForward, RowForward, VocabularyForward
+from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, VOCABULARY, Layout, Runs, Split
 
-__all__ = ["PlacedParameter", "apply_layout", "placed_parameters", "tried_out"]
+__all__ = ["PlacedParameter", "apply_layout", "placed_parameters", "tied_otherwise", "tried_out"]
 
-FORWARDS: dict[str, Callable[..., Any]] = {COLUMN: ColumnForward, ROW: RowForward}
+FORWARDS: dict[str, Callable[..., Any]] = {COLUMN: ColumnForward, ROW: RowForward, VOCABULARY: VocabularyForward}
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,38 @@ class PlacedParameter:
 
 
 def placed_parameters(model: nn.Module, layout: Layout) -> dict[str, PlacedParameter]:
-    """The parameters that a layout splits, by name, while the model is still whole."""
-    placed: dict[str, PlacedParameter] = {}
-    for name, split in layout.splits.items():
-        module = model.get_submodule(name)
-        kind = kind_of(module)
-        assert kind is not None
+    """The parameters that a layout splits, by name, under all names of tied ones, while the model is still whole."""
+    placed: dict[int, PlacedParameter] = {}
+    for name in layout.splits:
+        for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            place = _place(model, name, own, layout)
+            if place is not None:
+                placed[id(parameter)] = place
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: placed[id(parameter)] for name, parameter in named if id(parameter) in placed}
+
+
+def tied_otherwise(model: nn.Module, layout: Layout) -> str | None:
+    """A split layer that shares a parameter with another layer, which is not split in the same way; None if there is none."""
+    places: dict[int, tuple[str, PlacedParameter | None]] = {}
+    for name, module in model.named_modules():
+        if kind_of(module) is None:
+            continue
         for own, parameter in module.named_parameters(recurse=False):
-            dim = _split_dim(own, kind, split)
-            if dim is not None:
-                placed[f"{name}.{own}" if name else own] = PlacedParameter(tuple(parameter.shape), dim, split.runs)
-    return placed
+            place = _place(model, name, own, layout)
+            other, known = places.setdefault(id(parameter), (name, place))
+            if known != place:
+                return name if name in layout.splits else other
+    return None
+
+
+def _place(model: nn.Module, name: str, own: str, layout: Layout) -> PlacedParameter | None:
+    split, module = layout.splits.get(name), model.get_submodule(name)
+    kind = kind_of(module)
+    dim = _split_dim(own, kind, split) if split is not None and kind is not None else None
+    if split is None or dim is None:
+        return None
+    return PlacedParameter(tuple(module.get_parameter(own).shape), dim, split.runs)
 
 
 def _split_dim(own: str, kind: Kind, split: Split) -> int | None:

@@ -14,19 +14,21 @@ model's output, must be what they were.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from distkit.strategies.tensor_parallel.apply import tried_out
+from distkit.strategies.tensor_parallel.apply import tied_otherwise, tried_out
 from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
-from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, Layout, Runs, Split, join_runs
-from distkit.strategies.tensor_parallel.sharded import ShardedTensor
+from distkit.strategies.tensor_parallel.layout import COLUMN, REPLICATE, ROW, Layout, Runs, Split, join_runs
+from distkit.strategies.tensor_parallel.sharded import ShardedTensor, local_part
+from distkit.strategies.tensor_parallel.vocabulary import enter_vocabulary
+from distkit.strategies.tensor_parallel.wishes import refuse_unmet
 
 __all__ = ["detect", "random_twin"]
 
@@ -55,38 +57,107 @@ class _Group:
     columns: dict[str, tuple[Runs, ...]]
 
 
-def detect(model: nn.Module, run: Run, size: int) -> Layout:
+def detect(
+    model: nn.Module,
+    run: Run,
+    size: int,
+    wishes: Mapping[str, str] | None = None,
+    plan: Mapping[str, str] | None = None,
+) -> Layout:
     """Find the layers of a model that can be split.
 
     Args:
         model: Not changed; its values don't matter.
         run: Calls a model like it on an example, in evaluation mode.
         size: Ranks of a tensor group.
+        wishes: Styles that the settings want, by layer; they come first.
+        plan: Styles of the model's own plan, by layer; they come next, and the rest is free.
 
     Returns:
         The layout; what isn't recognised is not in it, and ``notes`` say why.
+
+    Raises:
+        ConfigError: A layer can't be split as the settings want.
     """
+    wishes, plan = wishes or {}, plan or {}
     twin = random_twin(model)
     kinds = {name: kind for name, module in twin.named_modules() if (kind := kind_of(module)) is not None}
     with _reproducible():
         trace = _trace(twin, kinds, run)
     layout = Layout(size)
+    enter_vocabulary(twin, kinds, trace.inputs, trace.outputs, wishes, layout)
+    of_vocabulary = dict(layout.notes)
     groups = [group for name in kinds if (group := _group_of(name, trace, kinds, layout)) is not None]
+    layout.work = _work(trace, kinds)
     del trace
+    layout.notes |= of_vocabulary
+    vocabulary = _tried_vocabulary(twin, layout, run)
     # Embeddings alone (without a norm behind them) come last: a split table saves little, and the row behind it sums a lot.
-    groups.sort(key=lambda group: all(kinds[name].name == "embedding" for name in group.columns))
+    groups = [group for group in groups if _is_wanted(group, wishes, layout)]
+    planned = [_is_planned(group, wishes) or _is_planned(group, plan) for group in groups]
+    alone = [all(kinds[name].name == "embedding" for name in group.columns) for group in groups]
+    groups = [groups[i] for i in sorted(range(len(groups)), key=lambda i: (not planned[i], alone[i]))]
     refused: set[str] = set()
     while True:
-        layout.splits.clear()
+        layout.splits = dict(vocabulary)
         chosen = _agreeing([group for group in groups if not _is_refused(group.row, refused)], layout)
         for group in chosen:
             _enter(group, kinds, layout)
+        while (shared := tied_otherwise(twin, layout)) is not None:
+            layout.take_out(shared, "another layer has the same weight, and can't be split in the same way")
         with _reproducible():
             failure = _try_out(twin, layout, run)
         if failure is None:
+            refuse_unmet(wishes, layout)
+            layout.notes |= {name: "the settings say so" for name, style in wishes.items() if style == REPLICATE}
+            _note_sources(layout, wishes, plan)
             return layout
-        row, layout.notes[row] = failure
+        row, why = failure
+        if row not in {group.row for group in chosen}:  # a layer that was tried before: what is new has done it
+            row = chosen[-1].row
+        layout.notes[row] = why
         refused |= {row, *([_family(row)] if any(_family(row) == _family(other) for other in refused) else [])}
+
+
+def _is_wanted(group: _Group, wishes: Mapping[str, str], layout: Layout) -> bool:
+    """Whether the settings want no layer of a group otherwise."""
+    other = next((name for name in group.columns if wishes.get(name, COLUMN) != COLUMN), None)
+    other = group.row if other is None and wishes.get(group.row, ROW) != ROW else other
+    if other is not None:
+        layout.notes[group.row] = f"parallel.tensor_layout says {wishes[other]} for {other}"
+        for name in group.columns:
+            layout.notes.setdefault(name, layout.notes[group.row])
+    return other is None
+
+
+def _is_planned(group: _Group, styles: Mapping[str, str]) -> bool:
+    return styles.get(group.row) == ROW or any(styles.get(name) == COLUMN for name in group.columns)
+
+
+def _note_sources(layout: Layout, wishes: Mapping[str, str], plan: Mapping[str, str]) -> None:
+    for name, split in layout.splits.items():
+        source = next((s for s, by in (("settings", wishes), ("plan", plan)) if by.get(name) == split.style), "found")
+        layout.splits[name] = replace(split, source=source)
+
+
+def _work(trace: _Trace, kinds: dict[str, Kind]) -> dict[str, int]:
+    """Multiplications of each linear layer in the traced run."""
+    return {
+        name: sum(leaf.numel() for leaf in calls) * kinds[name].inputs
+        for name, calls in trace.outputs.items()
+        if kinds[name].name != "embedding"
+    }
+
+
+def _tried_vocabulary(twin: nn.Module, layout: Layout, run: Run) -> dict[str, Split]:
+    """What of the vocabulary can be split: all of it, or nothing if the model does something else with its weights."""
+    with _reproducible():
+        failure = _try_out(twin, layout, run) if layout.splits else None
+    if failure is not None:
+        for name in layout.splits:
+            layout.notes[name] = f"the model can't do with a part of its weight: {failure[1]}"
+        return {}
+    return dict(layout.splits)
 
 
 def _family(name: str) -> str:
@@ -112,7 +183,7 @@ def _try_out(twin: nn.Module, layout: Layout, run: Run) -> tuple[str, str] | Non
 
 @dataclass
 class _Expected:
-    """What row layers take and give in each call, and what comes out of the model."""
+    """What layers that talk to the group take and give in each call, and what comes out of the model."""
 
     inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -120,12 +191,14 @@ class _Expected:
 
 
 class _DifferentError(Exception):
-    """A row layer got something else than its part."""
+    """A layer that talks to the group got something else than its part."""
 
 
 def _record(twin: nn.Module, layout: Layout, run: Run) -> _Expected:
     expected, handles = _Expected(), []
-    for name, _ in layout.of_style(ROW):
+    for name, split in layout.splits.items():
+        if split.style == COLUMN and not split.leaves:
+            continue
 
         def note(module: nn.Module, args: Any, output: torch.Tensor, name: str = name) -> None:
             expected.inputs.setdefault(name, []).append(args[0])
@@ -144,13 +217,13 @@ def _differs(twin: nn.Module, layout: Layout, rank: int, run: Run, expected: _Ex
     """Run one rank's part, where row layers give what they gave when whole; the first row layer that is wrong, and why."""
     at: list[str] = []
     with tried_out(twin, layout, rank):
-        for name, split in layout.of_style(ROW):
+        for name in expected.inputs:
             calls = zip(expected.inputs[name], expected.outputs[name], strict=True)
-            twin.get_submodule(name).forward = _checking(name, split, rank, calls, at)
+            twin.get_submodule(name).forward = _checking(name, layout.splits[name], rank, calls, at)
         try:
             found = _tensors(run(twin))
         except Exception as error:  # whatever a model does with parts that it can't work with
-            waiting = [name for name, _ in layout.of_style(ROW) if name not in at]
+            waiting = [name for name in expected.inputs if name not in at]
             return (waiting[0] if waiting else at[-1]), f"{type(error).__name__}: {error}"
     same = len(found) == len(expected.result) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -165,7 +238,8 @@ def _checking(
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         whole, output = next(calls)
         start, length = split.runs[rank][0]
-        if not isinstance(inputs, ShardedTensor) or not _close(inputs.local, whole.narrow(-1, start, length)):
+        part = whole.narrow(-1, start, length) if split.style == ROW else whole
+        if isinstance(inputs, ShardedTensor) != (split.style == ROW) or not _close(local_part(inputs), part):
             raise _DifferentError(f"{name} doesn't get its part of the input")
         at.append(name)
         result: torch.Tensor = output
@@ -323,14 +397,14 @@ def _filled(owner: list[int], size: int) -> Iterator[list[int]]:
 
 def _agreeing(groups: Sequence[_Group], layout: Layout) -> list[_Group]:
     """A column layer that feeds several rows must be cut the same way for all of them, and a layer has one style; of
-    groups that can't be together, the first."""
+    groups that can't be together, the first. What is split by vocabulary comes before all."""
     kept: list[_Group] = []
-    rows: set[str] = set()
+    rows: set[str] = set(layout.splits)
     seen: dict[str, tuple[Runs, ...]] = {}
     for group in groups:
         own = group.columns
         clash = next((c for c in own if c in rows or seen.get(c, own[c]) != own[c]), None)
-        if clash is None and group.row in seen:
+        if clash is None and (group.row in seen or group.row in layout.splits):
             clash = group.row
         if clash is not None:
             layout.notes[group.row] = f"{clash} would have to be split in two ways"

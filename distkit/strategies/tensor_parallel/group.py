@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["TensorGroup", "copy_to_group", "part_is_used", "reduce_from_group"]
+__all__ = ["TensorGroup", "copy_to_group", "gather_from_group", "part_is_used", "reduce_from_group"]
 
 
 class TensorGroup:
@@ -25,6 +27,15 @@ class TensorGroup:
         self.rank, self.size, self.group = rank, size, group
         self.last_copy: tuple[torch.Tensor, torch.Tensor] | None = None
         """The tensor that was copied last, and its copy; until backward comes by."""
+        self.gathers = False
+        """Whether a tensor that is split over it is made whole where a function needs all of it."""
+
+    @cached_property
+    def for_outputs(self) -> TensorGroup:
+        """The same ranks, for what a model gives out: the script may do anything with that."""
+        made = copy.copy(self)
+        made.gathers = True
+        return made
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the group, as a new tensor."""
@@ -35,6 +46,16 @@ class TensorGroup:
         total = tensor.clone(memory_format=torch.contiguous_format)
         all_reduce(total, group=self.group)
         return total
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of each element over the group, as a new tensor."""
+        if self.group is None:
+            return tensor
+        from torch.distributed import ReduceOp, all_reduce
+
+        largest = tensor.clone(memory_format=torch.contiguous_format)
+        all_reduce(largest, op=ReduceOp.MAX, group=self.group)
+        return largest
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks of the group."""
@@ -73,6 +94,19 @@ class _Reduce(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Gather(torch.autograd.Function):
+    """Forward puts the parts together; what follows is the same on all ranks, so backward is a rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, tensor.shape[dim]
+        return torch.cat(group.all_gather(tensor), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].narrow(ctx.dim, ctx.group.rank * ctx.size, ctx.size).contiguous(), None, None
+
+
 def copy_to_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Before split layers: each rank goes on with the same values.
 
@@ -90,6 +124,12 @@ def copy_to_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 def reduce_from_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Behind a row layer: the sum of all ranks' parts."""
     result: torch.Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_from_group(tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+    """The whole, from parts that lie one behind the other along a dimension."""
+    result: torch.Tensor = _Gather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -34,7 +34,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     if type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
         assert isinstance(module, nn.Linear)
         return Kind("linear", module.in_features, module.out_features, 1, 0)
-    if type(module) is nn.Embedding:
+    if type(module) is nn.Embedding and not (module.max_norm or module.sparse or module.scale_grad_by_freq):
         return Kind("embedding", module.num_embeddings, module.embedding_dim, 0, 1)
     if type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D":
         weight = module.weight

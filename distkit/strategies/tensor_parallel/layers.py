@@ -18,7 +18,7 @@ from distkit.strategies.tensor_parallel.kinds import Kind
 from distkit.strategies.tensor_parallel.layout import Split
 from distkit.strategies.tensor_parallel.sharded import ShardedTensor
 
-__all__ = ["ColumnForward", "RowForward"]
+__all__ = ["ColumnForward", "RowForward", "VocabularyForward"]
 
 
 class _SplitForward:
@@ -57,10 +57,10 @@ class ColumnForward(_SplitForward):
                 hint=f"--set 'parallel.tensor_layout={{\"{self.name}\": row}}'",
             )
         if self.kind.name == "embedding":
-            output = functional.embedding(inputs, self.module.weight)  # type: ignore[arg-type]
+            output = functional.embedding(inputs, self.module.weight, self.module.padding_idx)  # type: ignore[arg-type]
         else:
             output = self._multiply(copy_to_group(inputs, self.group), self._bias)
-        return ShardedTensor(output, -1, self.split.parts, self.group)
+        return ShardedTensor(output, -1, self.split.parts, self.group.for_outputs if self.split.leaves else self.group)
 
 
 class RowForward(_SplitForward):
@@ -75,3 +75,17 @@ class RowForward(_SplitForward):
         output = reduce_from_group(self._multiply(inputs.local, None), self.group)
         bias = self._bias
         return output if bias is None else output + bias
+
+
+class VocabularyForward(_SplitForward):
+    """An embedding of which each rank has some rows; what the others hold is zero, and the sum is the lookup."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        first, length = self.split.runs[self.group.rank][0]
+        own = inputs - first
+        outside = (own < 0) | (own >= length)
+        padding: Any = self.module.padding_idx
+        padding = padding - first if padding is not None and first <= padding < first + length else None
+        weight: Any = self.module.weight
+        rows = functional.embedding(own.masked_fill(outside, 0), weight, padding)
+        return reduce_from_group(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
-__all__ = ["COLUMN", "ROW", "Layout", "Runs", "Split", "join_runs"]
+__all__ = ["COLUMN", "REPLICATE", "ROW", "VOCABULARY", "Layout", "Runs", "Split", "join_runs"]
 
-COLUMN, ROW = "column", "row"
+COLUMN, ROW, VOCABULARY, REPLICATE = "column", "row", "vocabulary", "replicate"
 
 Runs = tuple[tuple[int, int], ...]
 """Runs of features: (first, how many), in rising order."""
@@ -19,16 +18,21 @@ class Split:
     """How one module is split.
 
     Args:
-        style: ``column`` splits output features, ``row`` input features (its outputs are summed over the group).
+        style: ``column`` splits output features, ``row`` input features (its outputs are summed over the group),
+            ``vocabulary`` the rows of an embedding (its outputs are summed too).
         runs: For each rank of the tensor group the features or rows that it holds.
         parts: Sizes of the parts that are split each for itself, like (c, c, c) of a fused q, k, v; one part otherwise.
-        partners: Of a row layer: the column layers that feed it.
+        partners: Of a row layer: the column layers that feed it. Of a vocabulary: what is tied to it.
+        leaves: Of a column layer: its output leaves the model, split, and no row layer takes it.
+        source: Who says so: ``found``, the model's own ``plan``, or the ``settings``.
     """
 
     style: str
     runs: tuple[Runs, ...]
     parts: tuple[int, ...]
     partners: tuple[str, ...] = ()
+    leaves: bool = False
+    source: str = "found"
 
     def local_size(self, rank: int) -> int:
         """Features that a rank holds."""
@@ -43,27 +47,27 @@ class Layout:
         size: Ranks of a tensor group.
         splits: By module name; modules that aren't in it are the same on all ranks.
         notes: Why other modules stay whole, by module name.
+        work: Multiplications of each layer for the example that was looked at, by module name.
     """
 
     size: int
     splits: dict[str, Split] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    work: dict[str, int] = field(default_factory=dict)
 
-    def keep_whole(self, pattern: str) -> None:
-        """Take modules out whose name matches (``*`` stands for anything), and with each what would not work without it."""
-        for row, split in list(self.of_style(ROW)):
-            if any(fnmatchcase(name, pattern) for name in (row, *split.partners)):
-                self.take_out(row, "the settings say so")
+    def style_of(self, name: str) -> str:
+        """How a module is split; ``replicate`` if it isn't."""
+        return self.splits[name].style if name in self.splits else REPLICATE
 
-    def take_out(self, row: str, why: str) -> None:
-        """Keep a row layer whole, and all that is split with it."""
-        gone = [row]
+    def take_out(self, first: str, why: str) -> None:
+        """Keep a layer whole, and all that is split with it."""
+        gone = [first]
         while gone:
             name = gone.pop()
             split = self.splits.pop(name, None)
             if split is None:
                 continue
-            self.notes[name] = why if name == row else f"is split with {row} or not at all"
+            self.notes[name] = why if name == first else f"is split with {first} or not at all"
             gone += split.partners
             gone += [other for other, held in self.splits.items() if name in held.partners]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from distkit.errors import ConfigError, DistkitError, UsageError
 from distkit.state import OptimizerLayout, ReadShard, Shard, clean_name
@@ -26,7 +26,9 @@ from distkit.strategies.tensor_parallel.example import find_run
 from distkit.strategies.tensor_parallel.group import TensorGroup
 from distkit.strategies.tensor_parallel.layout import Layout
 from distkit.strategies.tensor_parallel.report import describe, layout_from_json, layout_to_json
+from distkit.strategies.tensor_parallel.sharded import whole
 from distkit.strategies.tensor_parallel.state import Placement
+from distkit.strategies.tensor_parallel.wishes import plan_of, wishes_of
 
 if TYPE_CHECKING:
     from distkit.config import Config
@@ -80,6 +82,8 @@ class TensorParallelMixin(Strategy):
             tensor.data.copy_(self.world.broadcast(tensor.data.to(self.world.device)))
         layout = self._agreed_layout(model)
         self._report += describe(model, layout)
+        if self.sees_outputs:
+            model.register_forward_hook(_give_out_whole)
         places = apply_layout(model, layout, self.group)
         self.placement.add(group, places)
         self._layouts.append((model, layout, places))
@@ -99,22 +103,10 @@ class TensorParallelMixin(Strategy):
         return layout_from_json(found["layout"])
 
     def _layout_of(self, model: nn.Module) -> Layout:
-        run = find_run(model, random_twin(model), self.example_loader)
-        layout = detect(model, run, self.group.size)
         chosen = self.config.parallel.tensor_layout
-        for pattern, style in chosen.items() if isinstance(chosen, dict) else ():
-            if style != "replicate":
-                raise ConfigError(
-                    f"parallel.tensor_layout.{pattern} was set to {style!r}; only replicate can be set so far, the rest is detected",
-                    hint="--set parallel.tensor_layout=auto",
-                )
-            if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
-                raise ConfigError(
-                    f"parallel.tensor_layout.{pattern} was set, but no module of {type(model).__name__} has such a name",
-                    hint="--set parallel.tensor_layout=auto   or a name from model.named_modules(), * for any part of it",
-                )
-            layout.keep_whole(pattern)
-        return layout
+        wishes = wishes_of(model, chosen if isinstance(chosen, dict) else {})
+        run = find_run(model, random_twin(model), self.example_loader)
+        return detect(model, run, self.group.size, wishes, plan_of(model))
 
     def init_model(self) -> AbstractContextManager[None]:
         """See :class:`Strategy`; layers can be split only where they are whole, if on the host."""
@@ -131,8 +123,8 @@ class TensorParallelMixin(Strategy):
                 if id(parameter) in values:
                     continue
                 place = places.get(name)
-                whole = parameter.data if place is None else self._put_together(parameter.data, place)
-                values[id(parameter)] = whole.detach().cpu().clone() if self.is_main else whole.new_empty(0)
+                value = parameter.data if place is None else self._put_together(parameter.data, place)
+                values[id(parameter)] = value.detach().cpu().clone() if self.is_main else value.new_empty(0)
         if not self.is_main:
             return {}
         buffers = {name: buffer.detach().cpu().clone() for name, buffer in named_buffers(own)}
@@ -140,6 +132,10 @@ class TensorParallelMixin(Strategy):
 
     def _places_of(self, own: nn.Module) -> dict[str, PlacedParameter]:
         return next((places for split, _, places in self._layouts if split is own), {})
+
+    def whole_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Strategy`."""
+        return whole(tensor)
 
     def notes(self) -> list[str]:
         """See :class:`Strategy`."""
@@ -188,13 +184,17 @@ class TensorParallelMixin(Strategy):
                     parameter.data = part
 
     def _put_together(self, part: torch.Tensor, place: PlacedParameter) -> torch.Tensor:
-        whole = part.new_empty(place.shape)
+        full = part.new_empty(place.shape)
         for runs, values in zip(place.runs, self.group.all_gather(part), strict=True):
             position = 0
             for start, length in runs:
-                whole.narrow(place.dim, start, length).copy_(values.narrow(place.dim, position, length))
+                full.narrow(place.dim, start, length).copy_(values.narrow(place.dim, position, length))
                 position += length
-        return whole
+        return full
+
+
+def _give_out_whole(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return tree_map(lambda value: whole(value) if isinstance(value, torch.Tensor) else value, output)
 
 
 def _own_part(whole: torch.Tensor, place: PlacedParameter, rank: int) -> torch.Tensor:

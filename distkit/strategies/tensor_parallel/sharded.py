@@ -19,9 +19,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from distkit.errors import UsageError
-from distkit.strategies.tensor_parallel.group import TensorGroup, part_is_used
+from distkit.strategies.tensor_parallel.group import TensorGroup, gather_from_group, part_is_used
+from distkit.strategies.tensor_parallel.loss import cross_entropy_of_part
 
-__all__ = ["ShardedTensor", "local_part"]
+__all__ = ["ShardedTensor", "local_part", "whole"]
 
 
 class ShardedTensor(torch.Tensor):
@@ -75,9 +76,14 @@ class ShardedTensor(torch.Tensor):
         if func in _OF_LOCAL:
             return func(args[0].local, *args[1:], **kwargs)
         special = _SPECIAL.get(getattr(func, "__name__", ""))
-        if special is not None and isinstance(args[0], ShardedTensor):
-            return special(func, *args, **kwargs)
-        return _run(func, args, kwargs)
+        try:
+            if special is not None and isinstance(args[0], ShardedTensor):
+                return special(func, *args, **kwargs)
+            return _run(func, args, kwargs)
+        except UsageError:
+            if not _may_be_whole(func, args, kwargs):
+                raise
+        return _on_whole(func, args, kwargs)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,13 +128,36 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     local_args, local_kwargs = tree_unflatten([_local(value) for value in flat], spec)
     meta_args, meta_kwargs = tree_unflatten([_meta(value) for value in flat], spec)
     with torch._C.DisableTorchFunctionSubclass():
-        whole = func(*meta_args, **meta_kwargs)
         try:
+            expected = func(*meta_args, **meta_kwargs)
             part = func(*local_args, **local_kwargs)
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, TypeError) as error:  # values asked of meta tensors among them
             raise _refused(name, str(error)) from error
     parts = next((value.parts for value in sharded if len(value.parts) > 1), None)
-    return _wrap(part, whole, parts, group, name)
+    return _wrap(part, expected, parts, group, name)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it, from all ranks of the group; called by all of them."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    if len(tensor.parts) > 1:
+        raise _refused("gather", f"it consists of {len(tensor.parts)} parts")
+    return gather_from_group(tensor.local, tensor.split_dim, tensor.group)
+
+
+def _may_be_whole(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether all that is split here came out of the model, and the function doesn't write into it."""
+    sharded = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, ShardedTensor)]
+    name = getattr(func, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    return not writes and all(value.group.gathers and len(value.parts) == 1 for value in sharded)
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    flat, spec = tree_flatten((args, kwargs))
+    whole_args, whole_kwargs = tree_unflatten([whole(v) if isinstance(v, torch.Tensor) else v for v in flat], spec)
+    return func(*whole_args, **whole_kwargs)
 
 
 def _local(value: Any) -> Any:
@@ -340,6 +369,41 @@ def _attention(
     return torch.nn.functional.dropout(scores.softmax(-1), dropout_p) @ value
 
 
+def _cross_entropy(
+    func: Any,
+    tensor: ShardedTensor,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Where the classes are what is split, on the parts; options that are rarer, on the whole."""
+    classes = 1 if tensor.dim() > 1 else 0
+    plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not plain or tensor.split_dim != classes or len(tensor.parts) > 1 or target.is_floating_point():
+        raise _refused("cross_entropy", "with these options")
+    logits = tensor.local.movedim(classes, -1)
+    losses = cross_entropy_of_part(
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        tensor.group,
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+    return losses.reshape(target.shape) if reduction == "none" else losses
+
+
+def _set_item(func: Any, tensor: ShardedTensor, index: Any, value: Any) -> None:
+    """Where the index means the same on the part as on the whole."""
+    if isinstance(tensor[index], ShardedTensor):
+        _run(func, (tensor, index, value), {})
+    else:
+        raise _refused("__setitem__", "the index picks from the split dimension")
+
+
 def _refuse_over(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     """Functions that mix along a dimension and keep the shape would be wrong without a sign of it."""
     name = getattr(func, "__name__", "?")
@@ -361,9 +425,23 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "chunk": _chunk,
     "expand": _expand,
     "dropout": _dropout,
+    "cross_entropy": _cross_entropy,
+    "__setitem__": _set_item,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(
-        ("zeros_like", "ones_like", "empty_like", "contiguous", "clone", "detach", "to", "float", "type_as"),
+        (
+            "zeros_like",
+            "ones_like",
+            "empty_like",
+            "contiguous",
+            "clone",
+            "detach",
+            "to",
+            "float",
+            "type_as",
+            "cpu",
+            "cuda",
+        ),
         _like,
     ),
     **dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,13 +16,23 @@ from tests.strategies.tensor_parallel.models import model_and_run
 
 
 class CountedGroup(TensorGroup):
-    """Counts what travels."""
+    """Counts what travels; its copies count together."""
 
-    count = 0
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        super().__init__(rank, size, group)
+        self.counts: Counter[str] = Counter()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.count += 1
+        self.counts["small" if tensor.dim() < 3 and tensor.is_floating_point() else "all_reduce"] += 1
         return super().all_reduce(tensor)
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.counts["small"] += 1
+        return super().maximum(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.counts["all_gather"] += 1
+        return super().all_gather(tensor)
 
 
 def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
@@ -36,6 +47,9 @@ def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
     layout = detect(split, run, environment.size)
     group = CountedGroup(environment.rank, environment.size, dist.group.WORLD)
     places = apply_layout(split, layout, group)
+    lookups = [0]
+    for name, _ in layout.of_style("vocabulary"):
+        split.get_submodule(name).register_forward_pre_hook(lambda *_: lookups.__setitem__(0, lookups[0] + 1))
     models = (split, whole)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
     worst, gradients, counts = 0.0, {}, []
@@ -44,11 +58,13 @@ def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
         for one, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             torch.manual_seed(step)
-            group.count = 0
-            loss = run(one).float().log_softmax(-1)[..., 1].neg().mean()
-            forward = group.count
+            group.counts.clear()
+            lookups[0] = 0
+            logits = run(one)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), _targets(logits))
+            forward = Counter(group.counts)
             loss.backward()
-            counts.append((forward, group.count - forward))
+            counts.append((forward, group.counts - forward, lookups[0]))
             losses.append(loss.item())
         worst = max(worst, abs(losses[0] - losses[1]))
         gradients = gradients or _gradient_differences(split, whole, places, environment.rank)
@@ -61,9 +77,73 @@ def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
         "loss": worst,
         "gradients": gradients,
         "rows": rows,
-        "counts": counts[0],
+        "forward": counts[0][0],
+        "backward": counts[0][1],
+        "lookups": counts[0][2],
+        "heads": sum(split.leaves for split in layout.splits.values()),
         "share": share,
     }
+
+
+def use_of_logits(model: str) -> dict[str, Any]:
+    """What scripts compute from logits, and the norm of the head's gradient by each loss."""
+    environment = detect_environment()
+    dist.init_process_group("gloo")
+    build, run = model_and_run(model)
+    torch.manual_seed(0)
+    net: Any = build()
+    layout = detect(net, run, max(2, environment.size))
+    if environment.size > 1:
+        apply_layout(net, layout, TensorGroup(environment.rank, environment.size, dist.group.WORLD))
+    logits = run(net)
+    flat, targets = logits.flatten(0, 1), _targets(logits)
+    F = torch.nn.functional
+    weight = torch.linspace(0.5, 1.5, flat.shape[-1])
+    losses = {
+        "mean": F.cross_entropy(flat, targets),
+        "sum": F.cross_entropy(flat, targets, reduction="sum"),
+        "none": F.cross_entropy(flat, targets, reduction="none").mean(),
+        "ignored": F.cross_entropy(flat, targets.clamp(min=0), ignore_index=3),
+        "classes in the middle": F.cross_entropy(logits.transpose(1, 2), targets.view(logits.shape[:2])),
+        "weighted": F.cross_entropy(flat, targets, weight=weight),
+        "smoothed": F.cross_entropy(flat, targets, label_smoothing=0.1),
+        "log_softmax": -F.log_softmax(flat, -1)[torch.arange(len(flat)), targets.clamp(min=0)].mean(),
+        "capped": F.cross_entropy((flat / 30).tanh() * 30 + weight, targets),
+        "half": F.cross_entropy(flat.to(torch.bfloat16).float(), targets),
+    }
+    found: dict[str, Any] = {}
+    for name, loss in losses.items():
+        net.zero_grad()
+        loss.backward(retain_graph=True)
+        own = sum(p.grad.pow(2).sum() for p in [net.ln_f.weight, net.wpe.weight])
+        found[name] = [loss.item(), float(own)]
+    for wrong in (-1, 64):
+        try:
+            F.cross_entropy(flat, torch.full_like(targets, wrong))
+        except IndexError as error:
+            found[f"class {wrong}"] = str(error)
+    masked = logits.detach().clone()
+    masked[:, :3] = 0.0
+    found["written"] = masked.float().sum().item()
+    found |= {
+        "argmax": logits.argmax(-1).tolist(),
+        "topk": logits.topk(3).values.tolist(),
+        "list": logits.detach().cpu().tolist(),
+        "array": logits.detach().numpy().sum().item(),
+        "one class": logits[..., 40].tolist(),
+        "some classes": logits[..., 30:40].tolist(),
+        "probabilities": logits.softmax(-1).max().item(),
+        "stacked": torch.stack([logits, logits]).sum((0, 3)).tolist(),
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def _targets(logits: torch.Tensor) -> torch.Tensor:
+    """Every class once or more, and one sample that has no loss."""
+    targets = torch.arange(logits.shape[:-1].numel()) % logits.shape[-1]
+    targets[0] = -100
+    return targets
 
 
 def _gradient_differences(split: Any, whole: Any, places: Any, rank: int) -> dict[str, float]:

@@ -9,6 +9,22 @@ from torch import nn
 from distkit.strategies.tensor_parallel.detect import detect
 from tests.strategies.tensor_parallel.models import OWN, TRANSFORMERS, model_and_run
 
+VOCABULARY = {
+    "small-gpt": ("wte", "lm_head"),
+    "small-gpt-slow": ("wte", "lm_head"),
+    "interleaved": ("embed", "head"),
+    "llama": ("model.embed_tokens", "lm_head"),
+    "gpt2": ("transformer.wte", "lm_head"),
+    "bert": (
+        "bert.embeddings.word_embeddings",
+        "bert.embeddings.position_embeddings",  # 512 positions are a good part of a small model
+        "cls.predictions.decoder",
+    ),
+    "t5": ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"),
+    "mixtral": ("model.embed_tokens", "lm_head"),
+}
+"""Embeddings and heads that are split by vocabulary."""
+
 
 def styles(name: str, size: int = 2) -> dict[str, str]:
     build, run = model_and_run(name)
@@ -36,6 +52,9 @@ def test_every_block_is_found(name: str, columns: tuple[str, ...], rows: tuple[s
     named = [n for n, m in build().named_modules() if isinstance(m, kinds) or type(m).__name__ == "Conv1D"]
     expected = {n: "column" for n in named if n.endswith(tuple("." + c for c in columns)) or n in columns}
     expected |= {n: "row" for n in named if n.endswith(tuple("." + r for r in rows)) or n in rows}
+    expected |= {
+        n: "column" if n.endswith(("head", "predictions.decoder")) else "vocabulary" for n in VOCABULARY.get(name, ())
+    }
     assert styles(name) == expected
 
 
@@ -53,7 +72,8 @@ def test_fused_parts_and_heads_say_what_a_rank_holds() -> None:
 def test_heads_that_do_not_divide_stay_whole_and_are_named() -> None:
     build, run = model_and_run("llama")
     layout = detect(build(), run, 4)
-    assert {name.split(".")[-1] for name in layout.splits} == {"gate_proj", "up_proj", "down_proj"}
+    mlp = {"gate_proj", "up_proj", "down_proj"}
+    assert {name.split(".")[-1] for name in layout.splits} == {*mlp, "embed_tokens", "lm_head"}
     assert "k_proj" in layout.notes["model.layers.0.self_attn.o_proj"]
     assert "heads that 4 doesn't divide" in layout.notes["model.layers.0.self_attn.o_proj"]
 
@@ -101,6 +121,35 @@ class Reused(nn.Module):
 def test_an_output_that_is_needed_whole_besides_is_left_alone() -> None:
     layout = detect(Reused(), lambda m: m(torch.rand(4, 8, generator=torch.Generator().manual_seed(0))), 2)
     assert layout.splits == {}
+
+
+class TiedByHand(nn.Module):
+    """The head is no layer: the embedding's weight is multiplied with as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(64, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return (x + self.down(self.up(x).relu())) @ self.embed.weight.t()
+
+
+def test_a_weight_that_is_used_otherwise_too_stays_whole() -> None:
+    layout = detect(TiedByHand(), lambda m: m(torch.arange(12).view(2, 6)), 2)
+    assert {name: split.style for name, split in layout.splits.items()} == {"up": "column", "down": "row"}
+    assert "the model can't do with a part of its weight" in layout.notes["embed"]
+
+
+def test_a_vocabulary_that_does_not_divide_is_named() -> None:
+    class Odd(nn.Sequential):
+        pass
+
+    model = Odd(nn.Embedding(51, 8), nn.LayerNorm(8), nn.Linear(8, 51))
+    layout = detect(model, lambda m: m(torch.arange(12).view(2, 6)), 2)
+    assert layout.splits == {}
+    assert "its vocabulary of 51 doesn't divide by 2" in layout.notes["2"]
+    assert "its vocabulary of 51 doesn't divide by 2" in layout.notes["0"]
 
 
 @pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distkit.strategies.registry import strategy_class, strategy_names
@@ -29,11 +30,13 @@ def test_twenty_steps_equal_the_whole_model(pool: Pool, model: str) -> None:
     for result in pool.run(CASES + "against_whole", 2, model=model):
         assert result["loss"] <= 1e-5
         assert result["gradients"] and max(result["gradients"].values()) <= 1e-5
-        forward, backward = result["counts"]
-        assert forward == len(result["rows"])
+        heads = result["heads"]
+        assert heads == (model != "vit")
+        forward = {"all_reduce": len(result["rows"]) + result["lookups"], "small": 2 * heads}
+        assert result["forward"] == {kind: count for kind, count in forward.items() if count}
         if model in MINIMUM:
             assert len(result["rows"]) == 2 * MINIMUM[model]
-            assert backward == forward
+            assert result["backward"] == {"all_reduce": len(result["rows"]) + heads}
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -94,7 +97,11 @@ def test_bf16_activation_checkpointing_and_compression(pool: Pool, tmp_path: Pat
         ({"parallel.tensor": 3}, r"parallel\.tensor=3 doesn't divide the 2 processes"),
         ({"parallel.tensor": 2, "precision": "fp16"}, "precision was set to fp16, which does not go together"),
         ({"parallel.tensor": 2, "compile": True}, "compile was set to true, which does not go together"),
-        ({"parallel.tensor": 2, "parallel.tensor_layout": {"blocks.*": "row"}}, "only replicate can be set so far"),
+        (
+            {"parallel.tensor": 2, "parallel.tensor_layout": {"blocks.*": "rows"}},
+            r"was set to 'rows'; there are: column, row, vocabulary, replicate",
+        ),
+        ({"parallel.tensor": 2, "parallel.tensor_layout": "all"}, "it is auto, or patterns of names"),
         (
             {"parallel.tensor": 2, "parallel.tensor_layout": {"experts.*": "replicate"}},
             "no module of TinyGPT has such a name",
@@ -112,6 +119,27 @@ def test_layers_can_be_kept_whole(pool: Pool, tmp_path: Path) -> None:
     result = pool.run(TRAIN, 2, strategy="ddp", run_dir=str(tmp_path / "t"), settings=settings)[0]
     losses = [line["loss"] for line in result["log"]]
     assert losses == pytest.approx([line["loss"] for line in expected["log"]], abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"optim.unused_parameters": "allow"}, {"engine.ddp.static_graph": True}])
+def test_ddp_finds_the_graph_behind_a_split_output(pool: Pool, tmp_path: Path, settings: dict[str, Any]) -> None:
+    expected = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "s"))[0]
+    settings = {"parallel.tensor": 2, **settings}
+    result = pool.run(TRAIN, 4, strategy="ddp", run_dir=str(tmp_path / "t"), settings=settings)[0]
+    losses = [line["loss"] for line in result["log"]]
+    assert losses == pytest.approx([line["loss"] for line in expected["log"]], abs=1e-5)
+
+
+def test_a_script_may_do_anything_with_a_split_output(pool: Pool) -> None:
+    """Loss, metrics and indexing of logits, which are made whole where a function needs all of them."""
+    expected, *_ = pool.run(CASES + "use_of_logits", 1, model="small-gpt")
+    for found in pool.run(CASES + "use_of_logits", 2, model="small-gpt"):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, str):
+                assert found[name] == value
+            else:
+                np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
