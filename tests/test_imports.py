@@ -35,7 +35,7 @@ LAYERS: list[set[str]] = [
     {"strategies", "data", "checkpoint", "logs"},
     {"evaluation", "held", "pace", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
     {"verify", "bench", "migrate", "doctor", "advise", "launch", "keras"},
-    {"cli", "checkpoint_cli", "launch.command"},
+    {"cli", "checkpoint_cli", "plan_cli", "launch.command"},
 ]
 """From the bottom to the top. A module imports from lower layers, and from its own."""
 

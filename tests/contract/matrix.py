@@ -24,6 +24,7 @@ SIZES = (1, 2, 4)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2+offload": ("zero2", {"memory.offload": "optimizer"}),
     "zero3+offload": ("zero3", {"memory.offload": "optimizer"}),
+    **{f"{name}+tensor2": (name, {"parallel.tensor": 2}) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
 }
 """Besides the registered strategies: a strategy and settings under which it keeps its state in another way."""
 
@@ -142,7 +143,8 @@ def places(labels: Sequence[str] | None = None, sizes: Sequence[int] = SIZES) ->
         if not engine_installed(strategy):
             continue
         one = strategy.capabilities.processes == "one"
-        found += [Place(label, size) for size in sizes if size == 1 or not one]
+        group = Place(label, 1).settings.get("parallel.tensor", 1)
+        found += [Place(label, size) for size in sizes if (size == 1 or not one) and size % group == 0]
     return found
 
 

@@ -27,6 +27,11 @@ ROUND = [
     Place("zero2", 1),
     Place("zero3+offload", 4),
     Place("zero2+offload", 2),
+    Place("fsdp+tensor2", 4),
+    Place("zero3+tensor2", 4),
+    Place("ddp+tensor2", 2),
+    Place("zero1+tensor2", 4),
+    Place("zero2+tensor2", 2),
 ]
 """Each one's checkpoint moves to the next one, the last one's to the first."""
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from distkit.strategies.tensor_parallel.apply import apply_layout, part_of
 from distkit.strategies.tensor_parallel.detect import detect
 from distkit.strategies.tensor_parallel.group import TensorGroup
+from distkit.strategies.tensor_parallel.sharded import local_part
 from distkit.world import detect_environment
 from tests.strategies.tensor_parallel.models import model_and_run
 
@@ -72,7 +73,8 @@ def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
             optimizer.step()
     dist.destroy_process_group()
     rows = [name for name, _ in layout.of_style("row")]
-    share = sum(whole.get_parameter(n).numel() for n in places) / sum(p.numel() for p in whole.parameters())
+    placed = {id(p): p.numel() for p in map(whole.get_parameter, places)}
+    share = sum(placed.values()) / sum(p.numel() for p in whole.parameters())
     return {
         "loss": worst,
         "gradients": gradients,
@@ -82,6 +84,8 @@ def against_whole(model: str, *, steps: int = 20) -> dict[str, Any]:
         "lookups": counts[0][2],
         "heads": sum(split.leaves for split in layout.splits.values()),
         "share": share,
+        "bytes": sum(p.nbytes for p in split.parameters()),
+        "whole_bytes": sum(p.nbytes for p in whole.parameters()),
     }
 
 
@@ -137,6 +141,29 @@ def use_of_logits(model: str) -> dict[str, Any]:
     }
     dist.destroy_process_group()
     return found
+
+
+def dropout_masks() -> dict[str, list[list[bool]]]:
+    """What was dropped between two split layers (on this rank), and behind them."""
+    environment = detect_environment()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 8), torch.nn.Dropout(0.5)
+    )
+    x = torch.rand(6, 8)
+    layout = detect(net, lambda m: m(x), 2)
+    assert sorted(layout.splits) == ["0", "2"]
+    if environment.size > 1:
+        apply_layout(net, layout, TensorGroup(environment.rank, environment.size, dist.group.WORLD))
+    found: dict[str, Any] = {}
+    for name in ("1", "3"):
+        net.get_submodule(name).register_forward_hook(
+            lambda module, args, out, name=name: found.__setitem__(name, (local_part(out) == 0).tolist())
+        )
+    net(x)
+    dist.destroy_process_group()
+    return {"between": found["1"], "behind": found["3"]}
 
 
 def _targets(logits: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,19 @@ OWN: dict[str, Build] = {
     "small-gpt-slow-dropout": lambda: SmallGPT(dropout=0.1, flash=False),
     "interleaved": Interleaved,
 }
+BLOCKS = {
+    **dict.fromkeys(("small-gpt", "small-gpt-slow", "small-gpt-dropout", "small-gpt-slow-dropout"), 4),
+    **dict.fromkeys(("llama", "gpt2", "bert", "vit"), 4),
+    "t5": 10,
+    "mixtral": 2,
+    "interleaved": 2,
+}
+"""Attentions and MLPs of each model, without those of experts: Megatron's scheme has one all-reduce for each, forward and
+backward, and one more for the embedding and the head."""
+
+SECOND_INPUTS = {"t5": 2}
+"""Attentions that take keys and values from elsewhere than queries: backward sums for both."""
+
 TRANSFORMERS = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
 
 

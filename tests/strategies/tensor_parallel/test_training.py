@@ -10,14 +10,11 @@ import pytest
 
 from distkit.strategies.registry import strategy_class, strategy_names
 from tests.pool import Pool, WorkerError
-from tests.strategies.tensor_parallel.models import OWN, TRANSFORMERS
+from tests.strategies.tensor_parallel.models import BLOCKS, OWN, SECOND_INPUTS, TRANSFORMERS
 
 CASES = "tests.strategies.tensor_parallel.cases:"
 TRAIN, RESUME = "tests.contract.cases:train", "tests.contract.cases:resume_only"
 STRATEGIES = [name for name in strategy_names() if strategy_class(name).capabilities.tensor_parallel]
-
-MINIMUM = {"llama": 2, "gpt2": 2, "small-gpt": 2, "vit": 2, "bert": 2, "mixtral": 1}
-"""Row layers of a layer; Megatron's scheme has one all-reduce for each, forward and backward."""
 
 
 def test_which_strategies_take_a_tensor_group() -> None:
@@ -34,9 +31,8 @@ def test_twenty_steps_equal_the_whole_model(pool: Pool, model: str) -> None:
         assert heads == (model != "vit")
         forward = {"all_reduce": len(result["rows"]) + result["lookups"], "small": 2 * heads}
         assert result["forward"] == {kind: count for kind, count in forward.items() if count}
-        if model in MINIMUM:
-            assert len(result["rows"]) == 2 * MINIMUM[model]
-            assert result["backward"] == {"all_reduce": len(result["rows"]) + heads}
+        assert len(result["rows"]) == BLOCKS[model]
+        assert result["backward"]["all_reduce"] == BLOCKS[model] + heads + SECOND_INPUTS.get(model, 0)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -119,6 +115,15 @@ def test_layers_can_be_kept_whole(pool: Pool, tmp_path: Path) -> None:
     result = pool.run(TRAIN, 2, strategy="ddp", run_dir=str(tmp_path / "t"), settings=settings)[0]
     losses = [line["loss"] for line in result["log"]]
     assert losses == pytest.approx([line["loss"] for line in expected["log"]], abs=1e-5)
+
+
+def test_dropout_agrees_where_tensors_are_whole_and_differs_where_they_are_split(pool: Pool) -> None:
+    """Every mask is that of one process: of a split tensor each rank has its part of it."""
+    whole = pool.run(CASES + "dropout_masks", 1)[0]
+    first, second = pool.run(CASES + "dropout_masks", 2)
+    assert first["behind"] == second["behind"] == whole["behind"]
+    assert first["between"] != second["between"]
+    assert [a + b for a, b in zip(first["between"], second["between"], strict=True)] == whole["between"]
 
 
 @pytest.mark.parametrize("settings", [{"optim.unused_parameters": "allow"}, {"engine.ddp.static_graph": True}])
