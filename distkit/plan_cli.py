@@ -19,7 +19,7 @@ __all__ = ["plan"]
 
 def plan(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
     layout: Annotated[
         bool, typer.Option("--layout", help="Show how tensor parallelism would split each layer of the model, and why.")
     ] = False,

@@ -203,3 +203,39 @@ def interleaved_losses(strategy: str, run_dir: str, settings: dict[str, Any]) ->
             trainer.step(torch.nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()))
     trainer.close()
     return [[line["loss"], line["grad_norm"]] for line in read_log(run_dir)]
+
+
+def evaluated(strategy: str, run_dir: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Evaluation, and what trainer.gather and trainer.export make of a model with a split head."""
+    import distkit
+    from tests.strategies.tensor_parallel.models import SmallGPT
+
+    trainer = distkit.Trainer({"strategy": strategy, "run_dir": run_dir, "checkpoint.at_end": False, **settings})
+    torch.manual_seed(0)
+    model: Any = SmallGPT()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.randint(0, 60, (12, 9), generator=torch.Generator().manual_seed(2))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = trainer.prepare(model, optimizer, loader)
+    metrics = trainer.evaluate(
+        model,
+        torch.utils.data.DataLoader(data[:10], batch_size=2),  # type: ignore[arg-type]
+        loss_fn=lambda m, x: torch.nn.functional.cross_entropy(m(x).flatten(0, 1), x.flatten()),
+        metric_fn=lambda m, x: {"first": (m(x).argmax(-1) == x).float().mean()},
+    )
+    logits = model(data[:2])
+    rows = trainer.gather(logits)
+    file = trainer.export(f"{run_dir}/model.safetensors", model)
+    trainer.world.barrier()
+    from safetensors.torch import load_model
+
+    whole = SmallGPT()
+    load_model(whole, str(file))
+    with torch.no_grad():
+        expected = whole(data[:2])
+    trainer.close()
+    return {
+        "metrics": metrics,
+        "rows": list(rows.shape),
+        "apart": float((rows[:2] - expected).abs().max() / expected.abs().max()),
+    }

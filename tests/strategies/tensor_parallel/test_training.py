@@ -147,6 +147,17 @@ def test_a_script_may_do_anything_with_a_split_output(pool: Pool) -> None:
                 np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_evaluation_gathering_and_export_with_a_split_head(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    case = CASES + "evaluated"
+    expected = pool.run(case, 1, strategy="single", run_dir=str(tmp_path / "s"), settings={})[0]
+    split = {"strategy": strategy, "run_dir": str(tmp_path / "t"), "settings": {"parallel.tensor": 2}}
+    for result in pool.run(case, 4, **split):
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+        assert result["rows"] == [4, 9, 64]  # two samples of each of two data-parallel ranks
+        assert result["apart"] < 1e-5
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_inside_of_heads_get_their_whole_gradient(pool: Pool, tmp_path: Path, strategy: str) -> None:
     """A norm over each head's features is whole on every rank, and each rank sees its own heads only."""
