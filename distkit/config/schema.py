@@ -98,6 +98,11 @@ class ParallelConfig:
         "auto finds what can be split; or how modules are split whose names match: {'*.experts.*': replicate}; column, row, "
         "vocabulary or replicate.",
     )
+    sequence: bool = _key(
+        False,
+        "Outside of split layers each rank of a tensor group holds some of the tokens (sequence parallelism): less memory "
+        "for activations, for the same traffic.",
+    )
     allow_tensor_across_nodes: bool = _key(False, "Let tensor groups reach over several nodes.")
 
 

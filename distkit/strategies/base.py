@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -132,6 +132,10 @@ class Strategy(ABC):
     def sees_outputs(self) -> bool:
         """Whether the engine looks for the graph behind what a model's forward returns."""
         return False
+
+    def modules_with_hooked_arguments(self, model: torch.nn.Module) -> Iterable[torch.nn.Module]:
+        """The modules of a prepared model whose arguments the engine passes through functions of its own."""
+        return ()
 
     def whole_output(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a model gave out, with nothing of it on other ranks of a tensor group; called by all of those."""

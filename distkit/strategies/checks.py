@@ -54,6 +54,11 @@ def check_capabilities(strategy: type[Strategy], config: Config, processes: int 
         )
     if config.parallel.tensor > 1:
         _check_tensor_parallel(config)
+    elif config.parallel.sequence:
+        raise ConfigError(
+            "parallel.sequence was set, but parallel.tensor is 1: there is no group to share the tokens",
+            hint="--set parallel.tensor=2   or --set parallel.sequence=false",
+        )
     if config.parallel.replicate > 1 and name != "hsdp":
         raise ConfigError(
             f"parallel.replicate was set to {config.parallel.replicate}, but strategy {name!r} has no replica groups",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -348,6 +348,12 @@ class FSDPStrategy(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :class:`Strategy`; fully_shard works in place."""
         return model
+
+    def modules_with_hooked_arguments(self, model: nn.Module) -> Iterable[nn.Module]:
+        """See :class:`Strategy`; every unit."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def _state(self) -> FsdpState:
         """The state as it is now, every module showing its sharded parameters."""

@@ -11,7 +11,15 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["TensorGroup", "copy_to_group", "gather_from_group", "part_is_used", "reduce_from_group"]
+__all__ = [
+    "TensorGroup",
+    "copy_to_group",
+    "gather_from_group",
+    "gather_tokens",
+    "part_is_used",
+    "reduce_from_group",
+    "scatter_tokens",
+]
 
 
 class TensorGroup:
@@ -21,10 +29,11 @@ class TensorGroup:
         rank: This rank in it.
         size: Ranks in it.
         group: How they talk; None for one that nobody else is in, as when a layout is tried out.
+        sequence: Whether what lies between a row layer and the next column layer is split over the tokens.
     """
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
-        self.rank, self.size, self.group = rank, size, group
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, sequence: bool = False) -> None:
+        self.rank, self.size, self.group, self.sequence = rank, size, group, sequence
         self.last_copy: tuple[torch.Tensor, torch.Tensor] | None = None
         """The tensor that was copied last, and its copy; until backward comes by."""
         self.gathers = False
@@ -46,6 +55,16 @@ class TensorGroup:
         total = tensor.clone(memory_format=torch.contiguous_format)
         all_reduce(total, group=self.group)
         return total
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part along a dimension of the sum over the group."""
+        import torch.distributed as dist
+
+        exchange = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
+        pieces = torch.cat(tensor.chunk(self.size, dim))  # contiguous, one rank's behind the other
+        part = tensor.new_empty([n // self.size if d == dim % tensor.dim() else n for d, n in enumerate(tensor.shape)])
+        exchange(part, pieces, group=self.group)
+        return part
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of each element over the group, as a new tensor."""
@@ -105,6 +124,56 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0].narrow(ctx.dim, ctx.group.rank * ctx.size, ctx.size).contiguous(), None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """In front of column layers, where ranks hold some tokens each (Megatron-LM's g-bar, arXiv 2205.05198)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return torch.cat(group.all_gather(tensor), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.group.last_copy = None
+        return ctx.group.reduce_scatter(gradients[0], ctx.dim), None, None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """Behind row layers (its g)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return group.reduce_scatter(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return torch.cat(ctx.group.all_gather(gradients[0]), ctx.dim), None, None
+
+
+def gather_tokens(key: torch.Tensor, tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+    """All tokens, from ranks that hold some each; backward sums what each rank's part of the layers gave.
+
+    Args:
+        key: What is told from the next call by identity: layers that take the same tensor share what was gathered.
+        tensor: This rank's tokens.
+        dim: The dimension of the tokens.
+        group: The tensor group.
+    """
+    if group.last_copy is not None and group.last_copy[0] is key:
+        return group.last_copy[1]
+    made: torch.Tensor = _GatherTokens.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    if made.requires_grad:
+        group.last_copy = (key, made)
+    return made
+
+
+def scatter_tokens(tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+    """This rank's tokens of the sum over the group."""
+    result: torch.Tensor = _ScatterTokens.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def copy_to_group(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:

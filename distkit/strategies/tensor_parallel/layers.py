@@ -12,13 +12,15 @@ from distkit.errors import UsageError
 from distkit.strategies.tensor_parallel.group import (
     TensorGroup,
     copy_to_group,
+    gather_tokens,
     reduce_from_group,
+    scatter_tokens,
 )
 from distkit.strategies.tensor_parallel.kinds import Kind
 from distkit.strategies.tensor_parallel.layout import Split
 from distkit.strategies.tensor_parallel.sharded import ShardedTensor
 
-__all__ = ["ColumnForward", "RowForward", "VocabularyForward"]
+__all__ = ["ColumnForward", "RowForward", "VocabularyForward", "over_tokens", "summed"]
 
 
 class _SplitForward:
@@ -47,11 +49,31 @@ class _SplitForward:
         return bias if isinstance(bias, torch.Tensor) else None
 
 
+def over_tokens(tensor: ShardedTensor) -> bool:
+    """Whether ranks hold some tokens each, with all their features."""
+    return tensor.group.sequence and tensor.split_dim == tensor.dim() - 2
+
+
+def _all_tokens(inputs: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    if isinstance(inputs, ShardedTensor):
+        return gather_tokens(inputs, inputs.local, inputs.split_dim, group)
+    return copy_to_group(inputs, group)
+
+
+def summed(output: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """The sum of all ranks' parts: the same on all, or some tokens on each, if there are as many for each."""
+    tokens = output.shape[-2] if output.dim() > 2 else 0
+    if not group.sequence or group.group is None or tokens == 0 or tokens % group.size:
+        return reduce_from_group(output, group)
+    dim = output.dim() - 2
+    return ShardedTensor(scatter_tokens(output, dim, group), dim, (tokens,), group.for_outputs)
+
+
 class ColumnForward(_SplitForward):
     """Whole inputs; each rank computes its output features. Also an embedding of which each rank has some features."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        if isinstance(inputs, ShardedTensor):
+        if isinstance(inputs, ShardedTensor) and not over_tokens(inputs):
             raise UsageError(
                 f"{self.name} is split by column, but what reaches it is split already",
                 hint=f"--set 'parallel.tensor_layout={{\"{self.name}\": row}}'",
@@ -59,7 +81,7 @@ class ColumnForward(_SplitForward):
         if self.kind.name == "embedding":
             output = functional.embedding(inputs, self.module.weight, self.module.padding_idx)  # type: ignore[arg-type]
         else:
-            output = self._multiply(copy_to_group(inputs, self.group), self._bias)
+            output = self._multiply(_all_tokens(inputs, self.group), self._bias)
         return ShardedTensor(output, -1, self.split.parts, self.group.for_outputs if self.split.leaves else self.group)
 
 
@@ -72,7 +94,7 @@ class RowForward(_SplitForward):
                 f"{self.name} is split by row, but no layer split by column feeds it",
                 hint=f"--set 'parallel.tensor_layout={{\"{self.name}\": replicate}}'",
             )
-        output = reduce_from_group(self._multiply(inputs.local, None), self.group)
+        output = summed(self._multiply(inputs.local, None), self.group)
         bias = self._bias
         return output if bias is None else output + bias
 
@@ -88,4 +110,4 @@ class VocabularyForward(_SplitForward):
         padding = padding - first if padding is not None and first <= padding < first + length else None
         weight: Any = self.module.weight
         rows = functional.embedding(own.masked_fill(outside, 0), weight, padding)
-        return reduce_from_group(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
+        return summed(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)

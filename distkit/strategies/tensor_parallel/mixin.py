@@ -26,7 +26,7 @@ from distkit.strategies.tensor_parallel.example import find_run
 from distkit.strategies.tensor_parallel.group import TensorGroup
 from distkit.strategies.tensor_parallel.layout import Layout
 from distkit.strategies.tensor_parallel.report import describe, layout_from_json, layout_to_json
-from distkit.strategies.tensor_parallel.sharded import whole
+from distkit.strategies.tensor_parallel.sharded import show_local_parts, whole
 from distkit.strategies.tensor_parallel.state import Placement
 from distkit.strategies.tensor_parallel.wishes import plan_of, wishes_of
 
@@ -57,7 +57,12 @@ class TensorParallelMixin(Strategy):
     def connect(self, environment: Environment) -> World:
         """See :class:`Strategy`."""
         world = super().connect(environment)  # type: ignore[safe-super]
-        self.group = TensorGroup(world.tensor.rank, world.tensor.size, world.collectives.tensor_group)
+        self.group = TensorGroup(
+            world.tensor.rank,
+            world.tensor.size,
+            world.collectives.tensor_group,
+            sequence=self.config.parallel.sequence,
+        )
         self.placement = Placement(world.tensor.rank)
         return world
 
@@ -74,6 +79,8 @@ class TensorParallelMixin(Strategy):
             for name, parameter in own.items():
                 if clean_name(name) in places:
                     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            for module in self.modules_with_hooked_arguments(model):
+                show_local_parts(module)
         return prepared
 
     def _split(self, model: nn.Module, group: str) -> None:

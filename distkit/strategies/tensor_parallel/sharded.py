@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distkit.errors import UsageError
 from distkit.strategies.tensor_parallel.group import TensorGroup, gather_from_group, part_is_used
 from distkit.strategies.tensor_parallel.loss import cross_entropy_of_part
 
-__all__ = ["ShardedTensor", "local_part", "whole"]
+__all__ = ["ShardedTensor", "local_part", "show_local_parts", "whole"]
 
 
 class ShardedTensor(torch.Tensor):
@@ -144,6 +145,41 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if len(tensor.parts) > 1:
         raise _refused("gather", f"it consists of {len(tensor.parts)} parts")
     return gather_from_group(tensor.local, tensor.split_dim, tensor.group)
+
+
+class _Opened(NamedTuple):
+    """A split tensor as what engines find the local part in."""
+
+    local: torch.Tensor
+    split_dim: int
+    parts: tuple[int, ...]
+    group: TensorGroup
+
+
+def show_local_parts(module: nn.Module) -> None:
+    """Let an engine's own hook on a module's arguments, which was registered before, see local parts.
+
+    It passes tensors through a function of its own so that it is told in backward, and autograd knows the local parts only.
+    """
+    module.register_forward_pre_hook(_open, with_kwargs=True, prepend=True)
+    module.register_forward_pre_hook(_close, with_kwargs=True)
+
+
+def _open(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def opened(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
+        return _Opened(value.local, value.split_dim, value.parts, value.group)
+
+    return tree_map(opened, (args, kwargs))
+
+
+def _close(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(
+        lambda value: ShardedTensor(*value) if isinstance(value, _Opened) else value,
+        (args, kwargs),
+        is_leaf=lambda value: isinstance(value, _Opened),
+    )
 
 
 def _may_be_whole(func: Any, args: Any, kwargs: Any) -> bool:

@@ -14,7 +14,7 @@ Run = Callable[[nn.Module], torch.Tensor]
 
 
 def tokens(rows: int = 4) -> torch.Tensor:
-    return torch.randint(0, 60, (rows, 9), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, 60, (rows, 8), generator=torch.Generator().manual_seed(1))
 
 
 def images(rows: int = 4) -> torch.Tensor:

@@ -22,6 +22,17 @@ def test_which_strategies_take_a_tensor_group() -> None:
 
 
 @pytest.mark.parametrize("model", [*OWN, *TRANSFORMERS])
+def test_twenty_steps_with_shared_tokens_equal_the_whole_model(pool: Pool, model: str) -> None:
+    """A gather and a scatter take the place of each all-reduce; 17 patches don't divide, so they stay whole."""
+    for result in pool.run(CASES + "against_whole", 2, model=model, sequence=True):
+        assert result["loss"] <= 1e-5
+        assert result["gradients"] and max(result["gradients"].values()) <= 1e-5
+        scattered = 0 if model == "vit" else BLOCKS[model] + result["lookups"]
+        assert result["forward"].get("reduce_scatter", 0) == scattered
+        assert result["forward"].get("all_reduce", 0) == (BLOCKS[model] if model == "vit" else 0)
+
+
+@pytest.mark.parametrize("model", [*OWN, *TRANSFORMERS])
 def test_twenty_steps_equal_the_whole_model(pool: Pool, model: str) -> None:
     """Losses within 1e-5 and each gradient within 1e-5 of the largest; with dropout too, whose masks are one process's."""
     for result in pool.run(CASES + "against_whole", 2, model=model):
@@ -50,6 +61,23 @@ def test_training_equals_one_process(pool: Pool, tmp_path: Path, strategy: str, 
     assert [line["samples"] for line in results[0]["log"]] == [line["samples"] for line in expected["log"]]
     assert results[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
     assert results[0]["order"] == results[1]["order"]  # L5: a tensor group sees the same samples
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory.activation_checkpointing": "full"}], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tokens_are_shared_between_split_layers(
+    pool: Pool, tmp_path: Path, strategy: str, settings: dict[str, Any]
+) -> None:
+    """Sequence parallelism over blocks that engines wrap, parameters that they gather, clipping and accumulation."""
+    settings = {**settings, "optim.clip_norm": 0.5}
+    expected = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "s"), settings=settings)[0]
+    settings |= {"parallel.tensor": 2, "parallel.sequence": True, "batch.accumulate": 2}
+    if strategy == "zero3":  # of so small a model every parameter would stay whole
+        settings["engine.deepspeed.zero_optimization"] = {"stage3_param_persistence_threshold": 16}
+    result = pool.run(TRAIN, 4, strategy=strategy, run_dir=str(tmp_path / "t"), settings=settings)[0]
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        found = [line[name] for line in result["log"]]
+        assert found == pytest.approx([line[name] for line in expected["log"]], rel=tolerance)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -158,12 +186,16 @@ def test_evaluation_gathering_and_export_with_a_split_head(pool: Pool, tmp_path:
         assert result["apart"] < 1e-5
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_inside_of_heads_get_their_whole_gradient(pool: Pool, tmp_path: Path, strategy: str) -> None:
+def test_parameters_inside_of_heads_get_their_whole_gradient(
+    pool: Pool, tmp_path: Path, strategy: str, sequence: bool
+) -> None:
     """A norm over each head's features is whole on every rank, and each rank sees its own heads only."""
     case = CASES + "interleaved_losses"
     expected = pool.run(case, 1, strategy="single", run_dir=str(tmp_path / "s"), settings={})[0]
-    split = pool.run(case, 4, strategy=strategy, run_dir=str(tmp_path / "t"), settings={"parallel.tensor": 2})[0]
+    settings = {"parallel.tensor": 2, "parallel.sequence": sequence}
+    split = pool.run(case, 4, strategy=strategy, run_dir=str(tmp_path / "t"), settings=settings)[0]
     assert len(split) == len(expected) == 6
     for found, wanted in zip(split, expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
