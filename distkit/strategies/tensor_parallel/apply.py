@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distkit.strategies.tensor_parallel.attention import AttentionForward, place_in_attention, turn_off_fast_paths
 from distkit.strategies.tensor_parallel.group import TensorGroup
 from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
 from distkit.strategies.tensor_parallel.layers import ColumnForward, RowForward, VocabularyForward
@@ -64,16 +65,16 @@ def tied_otherwise(model: nn.Module, layout: Layout) -> str | None:
 def _place(model: nn.Module, name: str, own: str, layout: Layout) -> PlacedParameter | None:
     split, module = layout.splits.get(name), model.get_submodule(name)
     kind = kind_of(module)
-    dim = _split_dim(own, kind, split) if split is not None and kind is not None else None
-    if split is None or dim is None:
-        return None
-    return PlacedParameter(tuple(module.get_parameter(own).shape), dim, split.runs)
+    place = _dim_and_runs(own, kind, split) if split is not None and kind is not None else None
+    return None if place is None else PlacedParameter(tuple(module.get_parameter(own).shape), *place)
 
 
-def _split_dim(own: str, kind: Kind, split: Split) -> int | None:
+def _dim_and_runs(own: str, kind: Kind, split: Split) -> tuple[int, tuple[Runs, ...]] | None:
+    if kind.name == "attention":
+        return place_in_attention(own, kind.outputs, split)
     if own == "weight":
-        return kind.output_dim if split.style == COLUMN else kind.input_dim
-    return 0 if own == "bias" and split.style == COLUMN else None
+        return (kind.output_dim if split.style == COLUMN else kind.input_dim), split.runs
+    return (0, split.runs) if own == "bias" and split.style == COLUMN else None
 
 
 def apply_layout(model: nn.Module, layout: Layout, group: TensorGroup) -> dict[str, PlacedParameter]:
@@ -99,7 +100,11 @@ def apply_layout(model: nn.Module, layout: Layout, group: TensorGroup) -> dict[s
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron marks them; DeepSpeed reads it
     for name, split in layout.splits.items():
         module = model.get_submodule(name)
-        module.forward = FORWARDS[split.style](name, module, kinds[name], split, group)
+        if isinstance(module, nn.MultiheadAttention):
+            module.forward = AttentionForward(name, module, group)  # type: ignore[method-assign]
+        else:
+            module.forward = FORWARDS[split.style](name, module, kinds[name], split, group)
+    turn_off_fast_paths(model, layout.splits)
     return placed
 
 

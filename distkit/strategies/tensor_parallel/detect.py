@@ -7,8 +7,8 @@ parts of A that don't overlap, A can be split by column and B by row, and the pa
 layer, several for a fused q, k, v, whole heads for attention, whichever way it is written. A normalisation or anything else
 that mixes features makes the parts overlap, and the layers stay whole.
 
-The layout is then tried out: each rank of the group in turn runs the copy on its parts, and every row layer's input, and the
-model's output, must be what they were.
+torch's own attention has no layers to look at, but it is known what it computes: it is split by heads. The layout is then
+tried out (:mod:`.trial`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from distkit.strategies.tensor_parallel.apply import tied_otherwise, tried_out
+from distkit.strategies.tensor_parallel.apply import tied_otherwise
+from distkit.strategies.tensor_parallel.attention import inputs_of_call, out_of, turn_off_fast_paths
 from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
 from distkit.strategies.tensor_parallel.layout import COLUMN, REPLICATE, ROW, Layout, Runs, Split, join_runs
-from distkit.strategies.tensor_parallel.sharded import ShardedTensor, local_part
+from distkit.strategies.tensor_parallel.trial import try_out
 from distkit.strategies.tensor_parallel.vocabulary import enter_vocabulary
 from distkit.strategies.tensor_parallel.wishes import refuse_unmet
 
@@ -81,6 +81,7 @@ def detect(
     """
     wishes, plan = wishes or {}, plan or {}
     twin = random_twin(model)
+    turn_off_fast_paths(twin, [name for name, _ in twin.named_modules()])
     kinds = {name: kind for name, module in twin.named_modules() if (kind := kind_of(module)) is not None}
     with _reproducible():
         trace = _trace(twin, kinds, run)
@@ -88,6 +89,7 @@ def detect(
     enter_vocabulary(twin, kinds, trace.inputs, trace.outputs, wishes, layout)
     of_vocabulary = dict(layout.notes)
     groups = [group for name in kinds if (group := _group_of(name, trace, kinds, layout)) is not None]
+    groups += _groups_of_attention(twin, kinds, layout)
     layout.work = _work(trace, kinds)
     del trace
     layout.notes |= of_vocabulary
@@ -106,7 +108,7 @@ def detect(
         while (shared := tied_otherwise(twin, layout)) is not None:
             layout.take_out(shared, "another layer has the same weight, and can't be split in the same way")
         with _reproducible():
-            failure = _try_out(twin, layout, run)
+            failure = try_out(twin, layout, run)
         if failure is None:
             refuse_unmet(wishes, layout)
             layout.notes |= {name: "the settings say so" for name, style in wishes.items() if style == REPLICATE}
@@ -116,6 +118,7 @@ def detect(
         if row not in {group.row for group in chosen}:  # a layer that was tried before: what is new has done it
             row = chosen[-1].row
         layout.notes[row] = why
+        layout.notes |= {name: why for name, kind in kinds.items() if kind.name == "attention" and out_of(name) == row}
         refused |= {row, *([_family(row)] if any(_family(row) == _family(other) for other in refused) else [])}
 
 
@@ -141,18 +144,23 @@ def _note_sources(layout: Layout, wishes: Mapping[str, str], plan: Mapping[str, 
 
 
 def _work(trace: _Trace, kinds: dict[str, Kind]) -> dict[str, int]:
-    """Multiplications of each linear layer in the traced run."""
-    return {
+    """Multiplications of each linear layer in the traced run, and of those inside of attentions."""
+    work = {
         name: sum(leaf.numel() for leaf in calls) * kinds[name].inputs
         for name, calls in trace.outputs.items()
         if kinds[name].name != "embedding"
     }
+    for name, values in trace.inputs.items():
+        if kinds[name].name == "attention":
+            work[name] = sum(value.numel() for value in values) * kinds[name].outputs
+            work[out_of(name)] = sum(query.numel() for query in values[::3]) * kinds[name].outputs
+    return work
 
 
 def _tried_vocabulary(twin: nn.Module, layout: Layout, run: Run) -> dict[str, Split]:
     """What of the vocabulary can be split: all of it, or nothing if the model does something else with its weights."""
     with _reproducible():
-        failure = _try_out(twin, layout, run) if layout.splits else None
+        failure = try_out(twin, layout, run) if layout.splits else None
     if failure is not None:
         for name in layout.splits:
             layout.notes[name] = f"the model can't do with a part of its weight: {failure[1]}"
@@ -168,94 +176,6 @@ def _family(name: str) -> str:
 def _is_refused(row: str, refused: set[str]) -> bool:
     """Itself, or its whole family after two of it: a model of a hundred blocks is not tried a hundred times."""
     return row in refused or _family(row) in refused
-
-
-def _try_out(twin: nn.Module, layout: Layout, run: Run) -> tuple[str, str] | None:
-    """Run each rank's part: the first row layer that is wrong, and why; None if all is as it was."""
-    with torch.no_grad():
-        expected = _record(twin, layout, run)
-        for rank in range(layout.size):
-            failure = _differs(twin, layout, rank, run, expected) if layout.splits else None
-            if failure is not None:
-                return failure
-    return None
-
-
-@dataclass
-class _Expected:
-    """What layers that talk to the group take and give in each call, and what comes out of the model."""
-
-    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    result: list[torch.Tensor] = field(default_factory=list)
-
-
-class _DifferentError(Exception):
-    """A layer that talks to the group got something else than its part."""
-
-
-def _record(twin: nn.Module, layout: Layout, run: Run) -> _Expected:
-    expected, handles = _Expected(), []
-    for name, split in layout.splits.items():
-        if split.style == COLUMN and not split.leaves:
-            continue
-
-        def note(module: nn.Module, args: Any, output: torch.Tensor, name: str = name) -> None:
-            expected.inputs.setdefault(name, []).append(args[0])
-            expected.outputs.setdefault(name, []).append(output)
-
-        handles.append(twin.get_submodule(name).register_forward_hook(note))
-    try:
-        expected.result = _tensors(run(twin))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return expected
-
-
-def _differs(twin: nn.Module, layout: Layout, rank: int, run: Run, expected: _Expected) -> tuple[str, str] | None:
-    """Run one rank's part, where row layers give what they gave when whole; the first row layer that is wrong, and why."""
-    at: list[str] = []
-    with tried_out(twin, layout, rank):
-        for name in expected.inputs:
-            calls = zip(expected.inputs[name], expected.outputs[name], strict=True)
-            twin.get_submodule(name).forward = _checking(name, layout.splits[name], rank, calls, at)
-        try:
-            found = _tensors(run(twin))
-        except Exception as error:  # whatever a model does with parts that it can't work with
-            waiting = [name for name in expected.inputs if name not in at]
-            return (waiting[0] if waiting else at[-1]), f"{type(error).__name__}: {error}"
-    same = len(found) == len(expected.result) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in zip(found, expected.result, strict=False)
-    )
-    return None if same else (at[-1] if at else next(iter(layout.splits)), "the model's output was another")
-
-
-def _checking(
-    name: str, split: Split, rank: int, calls: Iterator[Any], at: list[str]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
-        whole, output = next(calls)
-        start, length = split.runs[rank][0]
-        part = whole.narrow(-1, start, length) if split.style == ROW else whole
-        if isinstance(inputs, ShardedTensor) != (split.style == ROW) or not _close(local_part(inputs), part):
-            raise _DifferentError(f"{name} doesn't get its part of the input")
-        at.append(name)
-        result: torch.Tensor = output
-        return result
-
-    return forward
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors of an output; of parts that come out, this rank's can't be compared and are left out."""
-    values = value.to_tuple() if hasattr(value, "to_tuple") else value
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and not isinstance(t, ShardedTensor)]
 
 
 def random_twin(model: nn.Module) -> nn.Module:
@@ -283,8 +203,11 @@ def _reproducible() -> Iterator[None]:
 def _trace(twin: nn.Module, kinds: dict[str, Kind], run: Run) -> _Trace:
     trace = _Trace()
     handles = []
-    for name in kinds:
+    for name, kind in kinds.items():
         module = twin.get_submodule(name)
+        if kind.name == "attention":
+            handles.append(module.register_forward_pre_hook(_noting_inputs(name, trace), with_kwargs=True))
+            continue
 
         def before(module: nn.Module, args: Any, name: str = name) -> None:
             if args and isinstance(args[0], torch.Tensor):
@@ -305,10 +228,17 @@ def _trace(twin: nn.Module, kinds: dict[str, Kind], run: Run) -> _Trace:
     return trace
 
 
+def _noting_inputs(name: str, trace: _Trace) -> Callable[..., None]:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        trace.inputs.setdefault(name, []).extend(inputs_of_call(args, kwargs))
+
+    return before
+
+
 def _group_of(name: str, trace: _Trace, kinds: dict[str, Kind], layout: Layout) -> _Group | None:
     """The group of which this layer is the row, if it can be one."""
     kind, size = kinds[name], layout.size
-    if kind.name == "embedding" or name not in trace.inputs:
+    if kind.name in ("embedding", "attention") or name not in trace.inputs:
         return None
     if not all(value.requires_grad for value in trace.inputs[name]):
         layout.notes[name] = "no layer feeds it"
@@ -333,6 +263,21 @@ def _group_of(name: str, trace: _Trace, kinds: dict[str, Kind], layout: Layout) 
             return None
         columns[other] = runs
     return _Group(name, columns) if columns else None
+
+
+def _groups_of_attention(twin: nn.Module, kinds: dict[str, Kind], layout: Layout) -> Iterator[_Group]:
+    """torch's attentions, where each rank can have the same number of heads."""
+    size = layout.size
+    for name, kind in kinds.items():
+        module = twin.get_submodule(name)
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        if module.num_heads % size:
+            why = f"{size} doesn't divide the {module.num_heads} heads"
+            layout.notes |= {name: why, out_of(name): why}
+            continue
+        piece = kind.outputs // size
+        yield _Group(out_of(name), {name: tuple(((rank * piece, piece),) for rank in range(size))})
 
 
 def _dependencies(

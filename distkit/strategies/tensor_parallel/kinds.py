@@ -1,4 +1,4 @@
-"""Modules that can be split: linear layers of torch and of transformers, and embeddings, seen alike."""
+"""Modules that can be split: linear layers of torch and of transformers, embeddings and torch's attention, seen alike."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Kind:
     """Where features lie in a module's weight.
 
     Args:
-        name: ``linear``, ``conv1d`` (transformers' linear layer with a transposed weight) or ``embedding``.
+        name: ``linear``, ``conv1d`` (transformers' linear layer with a transposed weight), ``embedding`` or ``attention``
+            (see :mod:`.attention` for where features lie in its parameters).
         inputs: Input features, or rows of an embedding.
-        outputs: Output features.
+        outputs: Output features; of an attention those of its heads, which feed the row layer inside of it.
         input_dim: Dimension of the weight that the inputs are.
         output_dim: Dimension of the weight that the outputs are.
     """
@@ -40,4 +41,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         return Kind("conv1d", weight.shape[0], weight.shape[1], 0, 1)
+    own = "forward" in vars(module)  # someone put another forward in its place
+    if type(module) is nn.MultiheadAttention and not own and kind_of(module.out_proj) is not None:
+        return Kind("attention", module.embed_dim, module.embed_dim, 1, 0)
     return None

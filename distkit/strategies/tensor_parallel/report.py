@@ -43,7 +43,7 @@ def families(model: nn.Module, layout: Layout) -> list[Family]:
         if kind_of(module) is None:
             continue
         family, style = _family(name or type(model).__name__), layout.style_of(name)
-        why = _family(_why(name, layout, rows_of))
+        why = _of_families(_why(name, layout, rows_of))
         entry = found.setdefault((family, style, why), Family(name or family, style, _why(name, layout, rows_of)))
         entry.layers += 1
         if entry.layers > 1:
@@ -100,8 +100,13 @@ def _why(name: str, layout: Layout, rows_of: dict[str, str]) -> str:
     return f"{why}, {source}" if source else why
 
 
-def _family(text: str) -> str:
-    return " ".join(".".join("*" if part.isdigit() else part for part in word.split(".")) for word in text.split(" "))
+def _family(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _of_families(text: str) -> str:
+    """A sentence about layers, as one about the same layers of all blocks; numbers of something else stay."""
+    return " ".join(_family(word) if "." in word else word for word in text.split(" "))
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:

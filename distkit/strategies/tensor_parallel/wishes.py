@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from distkit.errors import ConfigError
+from distkit.strategies.tensor_parallel.attention import out_of
 from distkit.strategies.tensor_parallel.kinds import kind_of
 from distkit.strategies.tensor_parallel.layout import COLUMN, REPLICATE, ROW, VOCABULARY, Layout
 
@@ -45,10 +46,12 @@ def wishes_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
                 hint="--set parallel.tensor_layout=auto   or a name from model.named_modules(), * for any part of it",
             )
         layers = [name for name in names if kind_of(model.get_submodule(name)) is not None]
+        inside = {out_of(name) for name in layers if isinstance(model.get_submodule(name), nn.MultiheadAttention)}
+        layers = [name for name in layers if name not in inside]  # what is asked of an attention, not of what is in it
         if not layers and style != REPLICATE:
             raise ConfigError(
                 f"parallel.tensor_layout.{pattern} was set to {style}, but {names[0]} is a "
-                f"{type(model.get_submodule(names[0])).__name__}; linear layers and embeddings can be split",
+                f"{type(model.get_submodule(names[0])).__name__}; linear layers, embeddings and nn.MultiheadAttention can be split",
                 hint=f"--set 'parallel.tensor_layout={{\"{pattern}\": replicate}}'",
             )
         for name in layers if style != REPLICATE else names:

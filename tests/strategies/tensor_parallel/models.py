@@ -160,6 +160,10 @@ TRANSFORMERS = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
 
 
 def model_and_run(name: str) -> tuple[Build, Run]:
+    from tests.strategies.tensor_parallel import attention_models
+
+    if name in attention_models.MODELS:
+        return attention_models.MODELS[name], attention_models.run
     if name in OWN:
         return OWN[name], lambda m: m(tokens())
     return _transformers(name)

@@ -60,7 +60,7 @@ def test_a_name_stands_for_all_inside_of_it() -> None:
         ({"h.1.c_out": "column"}, 2, r"column for h\.1\.c_out, .*no layer that is split by row takes what it gives"),
         ({"lm_head": "vocabulary"}, 2, r"vocabulary for lm_head, .*"),
         ({"wte": "vocabulary"}, 3, r"vocabulary for wte, .*its vocabulary of 64 doesn't divide by 3"),
-        ({"ln_f": "row"}, 2, r"ln_f was set to row, but ln_f is a LayerNorm; linear layers and embeddings"),
+        ({"ln_f": "row"}, 2, r"ln_f was set to row, but ln_f is a LayerNorm; linear layers, embeddings and"),
         ({"nothing.*": "row"}, 2, r"no module of SmallGPT has such a name"),
     ],
 )
