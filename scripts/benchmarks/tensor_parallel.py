@@ -45,9 +45,9 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    from tests.strategies.tensor_parallel.models import OWN, TRANSFORMERS
+    from tests.strategies.tensor_parallel.models import BLOCKS
 
-    known = [*OWN, *TRANSFORMERS]
+    known = list(BLOCKS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=lambda text: text.split(","), default=known, help="; ".join(known))
     parser.add_argument("--processes", type=int, default=2)

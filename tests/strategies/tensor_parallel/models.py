@@ -149,11 +149,13 @@ BLOCKS = {
     "t5": 10,
     "mixtral": 2,
     "interleaved": 2,
+    **dict.fromkeys(("encoder", "small-vit"), 4),
+    "transformer": 10,
 }
 """Attentions and MLPs of each model, without those of experts: Megatron's scheme has one all-reduce for each, forward and
 backward, and one more for the embedding and the head."""
 
-SECOND_INPUTS = {"t5": 2}
+SECOND_INPUTS = {"t5": 2, "transformer": 2}
 """Attentions that take keys and values from elsewhere than queries: backward sums for both."""
 
 TRANSFORMERS = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
