@@ -190,6 +190,8 @@ def test_training_and_checkpoints_of_two_by_two(pool: Pool, tmp_path: Path, stra
             assert losses == pytest.approx(wanted, rel=1e-5)
         assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)
         assert found["model"].keys() == expected["model"].keys()
+        in_order = {name: found["shards"][f"model/{name}/parameter"] for name in found["model"]}
+        assert in_order == found["model"]  # fused weights lie in the checkpoint as in the whole model
 
         source = {"checkpoint.resume": str(path / "t" / "checkpoints" / "step-00000006")}
         one = {"strategy": "single", "run_dir": str(path / "one"), "save_at_once": True, "settings": source}
