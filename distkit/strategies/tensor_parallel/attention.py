@@ -18,11 +18,11 @@ from torch.nn import functional
 from distkit.errors import UsageError
 from distkit.strategies.tensor_parallel.group import (
     TensorGroup,
-    copy_to_group,
     gather_from_group,
     part_is_used,
     reduce_from_group,
 )
+from distkit.strategies.tensor_parallel.layers import all_tokens, over_tokens
 from distkit.strategies.tensor_parallel.layout import Runs, Split
 from distkit.strategies.tensor_parallel.sharded import ShardedTensor, local_part
 
@@ -101,8 +101,7 @@ class AttentionForward:
             output = weights @ v
         else:
             output = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-        output = self._out(output)
-        output = output.squeeze(1) if not batched else output.transpose(0, 1) if self.module.batch_first else output
+        output = self._out(output, batched)
         if weights is None or not need_weights:
             return output, None
         weights = self._of_all_heads(weights, average_attn_weights)
@@ -110,7 +109,7 @@ class AttentionForward:
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, no_mask: bool) -> None:
         hint = f"keep it whole: --set 'parallel.tensor_layout={{\"{self.name}\": replicate}}'"
-        if any(isinstance(tensor, ShardedTensor) for tensor in (query, key, value)):
+        if any(isinstance(tensor, ShardedTensor) and not over_tokens(tensor) for tensor in (query, key, value)):
             raise UsageError(f"{self.name} is split by heads, but what reaches it is split already", hint=hint)
         if any(tensor.is_nested for tensor in (query, key, value)):
             raise UsageError(f"{self.name} is split by heads, and can't take nested tensors", hint=hint)
@@ -123,7 +122,7 @@ class AttentionForward:
     def _heads(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k and v of this rank's heads, [batch, heads, length, features of a head]."""
         module = self.module
-        copies = {id(tensor): copy_to_group(tensor, self.group) for tensor in inputs}
+        copies = {id(tensor): all_tokens(tensor, self.group) for tensor in inputs}
         placed = {name: self._batch_first(tensor) for name, tensor in copies.items()}
         if len(placed) == 1 and module.in_proj_weight is not None:
             fused = functional.linear(placed[id(inputs[0])], module.in_proj_weight, module.in_proj_bias)
@@ -184,14 +183,21 @@ class AttentionForward:
         split = ShardedTensor(weights, 1, (self.module.num_heads,), self.group)  # so that the masks are one process's
         return local_part(functional.dropout(split, dropout))
 
-    def _out(self, output: torch.Tensor) -> torch.Tensor:
-        """From [batch, heads, length, features] of this rank to [length, batch, features] of all; in memory they lie in
-        this order, as torch has them, since a dropout that follows draws its mask in the order of memory."""
-        output = output.permute(2, 0, 1, 3).flatten(2)
+    def _out(self, output: torch.Tensor, batched: bool) -> torch.Tensor:
+        """From [batch, heads, length, features] of this rank to what the attention gives.
+
+        In memory the result is [length, batch, features] as torch has it, since a dropout that follows draws its mask in the
+        order of memory. Where ranks are to hold some tokens each, the row layer must see which dimension tokens are.
+        """
+        batch_first = batched and self.module.batch_first
+        tokens_last = batch_first and self.group.sequence
+        output = output.permute(0, 2, 1, 3).flatten(2) if tokens_last else output.permute(2, 0, 1, 3).flatten(2)
         if self.group.size > 1:
             output = ShardedTensor(output, -1, (self.module.embed_dim,), self.group)
-        result: torch.Tensor = self.module.out_proj(output)
-        return result
+        output = self.module.out_proj(output)
+        if not batched:
+            return output.squeeze(1)
+        return output.transpose(0, 1) if batch_first and not tokens_last else output
 
     def _of_all_heads(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
         if average:

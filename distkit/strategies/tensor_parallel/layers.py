@@ -20,7 +20,7 @@ from distkit.strategies.tensor_parallel.kinds import Kind
 from distkit.strategies.tensor_parallel.layout import Split
 from distkit.strategies.tensor_parallel.sharded import ShardedTensor
 
-__all__ = ["ColumnForward", "RowForward", "VocabularyForward", "over_tokens", "summed"]
+__all__ = ["ColumnForward", "RowForward", "VocabularyForward", "all_tokens", "over_tokens", "summed"]
 
 
 class _SplitForward:
@@ -50,11 +50,12 @@ class _SplitForward:
 
 
 def over_tokens(tensor: ShardedTensor) -> bool:
-    """Whether ranks hold some tokens each, with all their features."""
-    return tensor.group.sequence and tensor.split_dim == tensor.dim() - 2
+    """Whether ranks hold some tokens each, with all their features; which dimension tokens are depends on the model."""
+    return tensor.group.sequence and tensor.split_dim < tensor.dim() - 1
 
 
-def _all_tokens(inputs: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+def all_tokens(inputs: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """What goes into column layers: of inputs that ranks hold some tokens of, all."""
     if isinstance(inputs, ShardedTensor):
         return gather_tokens(inputs, inputs.local, inputs.split_dim, group)
     return copy_to_group(inputs, group)
@@ -81,7 +82,7 @@ class ColumnForward(_SplitForward):
         if self.kind.name == "embedding":
             output = functional.embedding(inputs, self.module.weight, self.module.padding_idx)  # type: ignore[arg-type]
         else:
-            output = self._multiply(_all_tokens(inputs, self.group), self._bias)
+            output = self._multiply(all_tokens(inputs, self.group), self._bias)
         return ShardedTensor(output, -1, self.split.parts, self.group.for_outputs if self.split.leaves else self.group)
 
 

@@ -109,19 +109,20 @@ class Everything(nn.Module):
         self.cross = nn.MultiheadAttention(32, 4, dropout, kdim=24, vdim=16, add_bias_kv=True, batch_first=True)
         self.own = nn.MultiheadAttention(32, 4, dropout, bias=False, add_zero_attn=True)
         self.single = nn.MultiheadAttention(32, 4, dropout)
-        self.position = nn.Parameter(torch.randn(4, 9, 9))
+        self.position = nn.Parameter(torch.randn(4, 9, 9))  # of up to 9 tokens
         self.head = nn.Linear(32, 64)
 
     def forward(self, idx: torch.Tensor) -> torch.Tensor:
         x = self.embed(idx)
-        mask = self.position.repeat(len(x), 1, 1)
+        length = idx.shape[1]
+        mask = self.position[:, :length, :length].repeat(len(x), 1, 1)
         y, each = self.cross(x, self.keys(idx), self.values(idx), attn_mask=mask, average_attn_weights=False)
         y = (x + y).transpose(0, 1)
         z, mean = self.own(y, y, y, key_padding_mask=padding(idx))
         x = (y + z).transpose(0, 1)
         x = x + torch.stack([self.single(sample, sample, sample, need_weights=False)[0] for sample in x])
         logits: torch.Tensor = self.head(x)
-        return logits + each.square().mean((1, 3)).unsqueeze(-1) * logits + mean.mean(1)[:, :9, None]
+        return logits + each.square().mean((1, 3)).unsqueeze(-1) * logits + mean.mean(1)[:, :length, None]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
