@@ -195,6 +195,8 @@ class AttentionForward:
         if self.group.size > 1:
             output = ShardedTensor(output, -1, (self.module.embed_dim,), self.group)
         output = self.module.out_proj(output)
+        if tokens_last:
+            output = output.transpose(0, 1).contiguous().transpose(0, 1)
         if not batched:
             return output.squeeze(1)
         return output.transpose(0, 1) if batch_first and not tokens_last else output

@@ -370,11 +370,14 @@ def _like(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
 
 def _dropout(func: Any, tensor: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """The mask of the whole is drawn, since every rank of the group draws the same numbers, and this rank's part of it
-    used: so parts differ, what follows stays in step, and the result is that of one process."""
+    used: so parts differ, what follows stays in step, and the result is that of one process. Like torch, in the order in
+    which the tensor lies in memory."""
     if not training or p == 0:
         return _like(func, tensor, p, training, inplace)
     with torch.no_grad():
-        mask = torch.nn.functional.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
+        order = sorted(range(tensor.dim()), key=lambda d: -tensor.local.stride(d))
+        ones = torch.ones([tensor.shape[d] for d in order], dtype=tensor.dtype, device=tensor.device)
+        mask = torch.nn.functional.dropout(ones, p).permute([order.index(d) for d in range(tensor.dim())])
     part = shard(mask, tensor.split_dim, tensor.parts, tensor.group).local
     return ShardedTensor(tensor.local * part, tensor.split_dim, tensor.parts, tensor.group)
 
