@@ -18,7 +18,11 @@ STRATEGIES = [name for name in strategy_names() if strategy_class(name).capabili
 
 
 def test_which_strategies_take_a_tensor_group() -> None:
-    assert STRATEGIES == ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+    assert STRATEGIES == [
+        "ddp",
+        "fsdp",
+        *(f"{kind}{stage}" for kind in ("zero", "megatron-zero") for stage in (1, 2, 3)),
+    ]
 
 
 @pytest.mark.parametrize("model", [*OWN, *TRANSFORMERS])
