@@ -215,6 +215,7 @@ def test_its_precision_and_recomputation(
         ({"parallel.tensor": 2}, {"built_for": 1}, "tensor_model_parallel_size=1, and parallel.tensor is 2"),
         ({"memory.activation_checkpointing": "full"}, {}, "memory.activation_checkpointing was set to 'full', and GPTModel"),
         ({}, {"then": {"gradient_accumulation_fusion": True}}, "built with gradient_accumulation_fusion=True"),
+        ({"parallel.sequence": True}, {}, "parallel.sequence was set, and GPTModel is made of megatron-core's layers"),
         ({}, {"num_query_groups": 1}, "num_query_groups=1, which parallel.tensor=2 doesn't divide"),
     ],
 )  # fmt: skip

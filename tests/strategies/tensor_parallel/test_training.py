@@ -76,7 +76,7 @@ def test_tokens_are_shared_between_split_layers(
     settings = {**settings, "optim.clip_norm": 0.5}
     expected = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "s"), settings=settings)[0]
     settings |= {"parallel.tensor": 2, "parallel.sequence": True, "batch.accumulate": 2}
-    if strategy == "zero3":  # of so small a model every parameter would stay whole
+    if strategy.endswith("zero3"):  # of so small a model every parameter would stay whole
         settings["engine.deepspeed.zero_optimization"] = {"stage3_param_persistence_threshold": 16}
     result = pool.run(TRAIN, 4, strategy=strategy, run_dir=str(tmp_path / "t"), settings=settings)[0]
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
