@@ -233,7 +233,8 @@ def _engine_config(loaded: LoadedConfig, engine: str, processes: int | None) -> 
     made = chosen.engine_config(loaded.config, processes)
     if made is not None and chosen.capabilities.engine == engine:
         return made
-    fitting = [n for n in strategy_names() if strategy_class(n).capabilities.engine == engine]
+    known = {name: strategy_class(name).capabilities for name in strategy_names()}
+    fitting = [name for name, can in known.items() if can.engine == engine and not can.layers]
     raise ConfigError(
         f"--engine {engine} was given, but strategy {loaded.config.strategy!r} makes no configuration for it",
         hint=f"-s {fitting[-1]} --engine {engine}" if fitting else "-s zero3 --engine deepspeed",
@@ -296,7 +297,7 @@ def _strategy_record(name: str) -> dict[str, Any]:
         "tensor_parallel": can.tensor_parallel,
         "compress": _in_order(can.compress - {"none"}, "compress.method"),
         "lr_scaling": can.lr_scaling,
-        "engine": can.engine or "torch",
+        "engine": ", ".join(filter(None, (can.engine, can.layers))) or "torch",
         "installed": engine_installed(found),
         "install": can.install,
         "best_for": can.best_for,

@@ -127,7 +127,7 @@ class Checkpoints:
             metrics=progress.metrics or None,
             epoch=progress.epoch,
             strategy=self.config.strategy,
-            rng=collect_rng(self.world.device),
+            rng={**collect_rng(self.world.device), **self.strategy.rng_states()},
             wait=wait,
         )
         self._saved_step, self._saved_at = progress.step, time.monotonic()
@@ -263,6 +263,7 @@ class Checkpoints:
             return
         if self._rng:
             restore_rng(self._rng, self.world.device)
+            self.strategy.restore_rng_states(self._rng)
         else:
             torch.manual_seed(mix_seed(self.config.seed, self.progress.step, self.world.rank))
         self._rng = None

@@ -32,7 +32,7 @@ from distkit.signals import EXIT_STATUS, SignalWatch
 from distkit.starting import plan_lines, scale_rates, start_lines
 from distkit.stepping import OptimizerRun, Stepper
 from distkit.strategies.modules import group_name
-from distkit.strategies.registry import make_strategy
+from distkit.strategies.registry import apply_defaults, make_strategy
 from distkit.window import StepOutput, Weight
 from distkit.world import World, detect_environment
 
@@ -70,6 +70,7 @@ class Trainer:
         if environment.size > 1 and self._loaded.origins["strategy"] == "default":
             self.config.strategy = "ddp"
             self._loaded.origins["strategy"] = f"{environment.size} processes were started and none was named"
+        apply_defaults(self._loaded, environment.local_size)
         self.strategy = make_strategy(self.config, launch.preview)
         self.world: World = self.strategy.connect(environment)
         self.precision = Precision(self.config.precision, self.world.device)

@@ -158,7 +158,12 @@ def test_an_engine_that_is_not_installed_is_shown_with_its_install_line(
 
 def test_doctor(distkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {item["what"]: item for item in json.loads(distkit("doctor", "--json")[1])}
-    assert found["torch"]["found"] and found["deepspeed"]["found"] and found["mpirun"]["found"].startswith("openmpi")
+    assert (
+        found["torch"]["found"]
+        and found["deepspeed"]["found"]
+        and found["megatron-core"]["found"]
+        and found["mpirun"]["found"].startswith("openmpi")
+    )
     monkeypatch.setenv("PATH", "")
     status, out, _ = distkit("doctor")
     assert status == 0 and "mpirun is missing: apt-get install openmpi-bin" in out

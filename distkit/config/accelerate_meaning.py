@@ -113,7 +113,7 @@ def _names(value: Any) -> list[str]:
 
 def _refuse(found: Description, made: Translation) -> None:
     kind = found.values.get("distributed_type")
-    hints = {"MEGATRON_LM": "--strategy megatron   with parallel.tensor"}
+    hints = {"MEGATRON_LM": "--strategy megatron-zero1   with parallel.tensor"}
     known = ", ".join(sorted(_KINDS))
     raise found.wrong(
         f"distributed_type: {kind}, which no strategy does; valid: {known}",

@@ -41,6 +41,12 @@ class LoadedConfig:
         """All settings with dotted names (``engine.*`` sections whole)."""
         return {key.name: _get(self.config, key.name) for key in keys()}
 
+    def set(self, name: str, value: Any, origin: str) -> None:
+        """Give a setting another value, and say from where."""
+        section, _, last = name.rpartition(".")
+        setattr(_get(self.config, section) if section else self.config, last, value)
+        self.origins[name] = origin
+
 
 def load_config(
     *,

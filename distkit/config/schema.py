@@ -91,7 +91,11 @@ class OptimConfig:
 class ParallelConfig:
     """Degrees of parallelism beyond data parallelism."""
 
-    tensor: int = _key(1, "Ranks that share one layer (tensor parallelism).", minimum=1)
+    tensor: int = _key(
+        1,
+        "Ranks that share one layer (tensor parallelism); under megatron-zero1 to -zero3 those of a node, unless set.",
+        minimum=1,
+    )
     replicate: int = _key(1, "Replica groups of hsdp; sharding happens inside each.", minimum=1)
     tensor_layout: Any = _key(
         "auto",
@@ -214,7 +218,7 @@ class EngineConfig:
     fsdp: dict[str, Any] = _key({}, "Settings of fully_shard.")
     deepspeed: dict[str, Any] = _key({}, "DeepSpeed's own JSON.")
     horovod: dict[str, Any] = _key({}, "Settings of Horovod.")
-    megatron: dict[str, Any] = _key({}, "Settings of megatron-core.")
+    megatron: dict[str, Any] = _key({}, "Fields of megatron-core's ModelParallelConfig, for split layers.")
     accelerate: dict[str, Any] = _key(
         {}, "With strategy accelerate: config_file, and arguments of Accelerator, which win over it."
     )

@@ -56,11 +56,12 @@ def examine() -> Iterator[Finding]:
 def _engines() -> Iterator[Finding]:
     from distkit.strategies.registry import BUILT_IN, strategy_class
 
-    mends = {}
+    mends: dict[str, str] = {}
     for name in BUILT_IN:
         can = strategy_class(name).capabilities
-        if can.engine:
-            mends[can.engine] = can.install
+        for library in (can.engine, can.layers):
+            if library:
+                mends.setdefault(library, can.install)
     for engine, mend in mends.items():
         yield Finding(engine, _version(engine), mend)
 

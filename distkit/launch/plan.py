@@ -397,7 +397,7 @@ def _processes(
 ) -> tuple[int, list[str]]:
     """Processes on each node, checked against the strategy; and a note where that needs one."""
     from distkit.config.checks import check_tensor_groups
-    from distkit.strategies.registry import strategy_class
+    from distkit.strategies.registry import apply_defaults, strategy_class
 
     several = options.nnodes > 1 or options.nproc not in ("auto", "1")
     found = None if strategy is None else strategy_class(strategy, several=several)
@@ -413,6 +413,7 @@ def _processes(
                 hint=f"--nproc {gpus}   or --set device=cpu",
             )
     if found is not None:
+        apply_defaults(loaded, nproc)
         found.check(loaded.config, processes=options.nnodes * nproc)
         check_tensor_groups(loaded.config, nodes=options.nnodes, each=nproc)
     return nproc, notes

@@ -29,6 +29,7 @@ class Capabilities:
     Args:
         summary: One line: what it is.
         engine: The library that does the work, as a pip requirement; empty for torch itself.
+        layers: A second library that it needs, whose layers it computes with; empty for none.
         processes: ``one`` process in all, or ``many``.
         shards: Which of ``parameters``, ``gradients``, ``optimizer`` are split over data-parallel ranks.
         precisions: Which values of ``precision`` it takes.
@@ -42,6 +43,7 @@ class Capabilities:
 
     summary: str
     engine: str = ""
+    layers: str = ""
     processes: str = "many"
     shards: frozenset[str] = frozenset()
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "fp16", "bf16-pure"})
@@ -95,6 +97,21 @@ class Strategy(ABC):
         from distkit.strategies.checks import check_capabilities
 
         check_capabilities(cls, config, processes)
+
+    @classmethod
+    def defaults(cls, processes_per_node: int) -> dict[str, Any]:
+        """Settings whose default is another one under this strategy, by dotted name."""
+        return {}
+
+    @classmethod
+    def for_run(cls, config: Config) -> type[Strategy]:
+        """The class that runs: this one, or with ``parallel.tensor`` above 1 the one over models whose layers are split."""
+        if config.parallel.tensor == 1:
+            return cls
+        cls.check(config, processes=None)
+        from distkit.strategies.tensor_parallel.mixin import with_tensor_parallelism
+
+        return with_tensor_parallelism(cls)
 
     @property
     def lr_scaling(self) -> str:
@@ -215,6 +232,11 @@ class Strategy(ABC):
         shapes = {clean_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return {**shapes, **{name: tuple(buffer.shape) for name, buffer in named_buffers(model)}}
 
+    def masters(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]] | None:
+        """Each parameter with the values that the optimizer steps, put together from the data-parallel ranks; called by all.
+        None where they are the parameters themselves."""
+        return None
+
     def model_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The whole state of a model in its own names, on the CPU of rank 0; empty on other ranks. Called by all."""
         with self.full_parameters(model):
@@ -243,6 +265,13 @@ class Strategy(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it back."""
+
+    def rng_states(self) -> dict[str, torch.Tensor]:
+        """States of generators of the engine's own, on the CPU; they are kept for each rank apart."""
+        return {}
+
+    def restore_rng_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Take them back; what other generators were kept is among them too."""
 
     @abstractmethod
     def close(self) -> None:

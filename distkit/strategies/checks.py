@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distkit.config.nearest import nearest
@@ -12,13 +13,29 @@ if TYPE_CHECKING:
     from distkit.config import Config
     from distkit.strategies.base import Strategy
 
-__all__ = ["check_capabilities", "check_layout", "engine_installed"]
+__all__ = ["check_capabilities", "check_layout", "engine_installed", "missing_engines"]
+
+MODULES = {"megatron-core": "megatron.core"}
+"""Modules of libraries that are installed by another name."""
 
 
 def engine_installed(strategy: type[Strategy]) -> bool:
     """Whether the strategy's engine can be imported; nothing is imported to find out."""
-    engine = strategy.capabilities.engine
-    return not engine or find_spec(engine) is not None
+    return not missing_engines(strategy)
+
+
+def missing_engines(strategy: type[Strategy]) -> list[str]:
+    """Names of the libraries that the strategy needs and that aren't there."""
+    can = strategy.capabilities
+    return [name for name in (can.engine, can.layers) if name and not _is_there(name)]
+
+
+def _is_there(requirement: str) -> bool:
+    package, _, inner = MODULES.get(requirement, requirement).partition(".")
+    spec = find_spec(package)
+    if spec is None or not inner:
+        return spec is not None
+    return any(Path(folder, inner).is_dir() for folder in spec.submodule_search_locations or ())
 
 
 def check_capabilities(strategy: type[Strategy], config: Config, processes: int | None) -> None:
@@ -29,8 +46,10 @@ def check_capabilities(strategy: type[Strategy], config: Config, processes: int 
         StrategyUnavailable: The engine is not installed.
     """
     can, name = strategy.capabilities, strategy.name
-    if not engine_installed(strategy):
-        raise StrategyUnavailable(f"strategy {name!r} needs {can.engine}, which is not installed", hint=can.install)
+    missing = missing_engines(strategy)
+    if missing:
+        names, verb = " and ".join(missing), "is" if len(missing) == 1 else "are"
+        raise StrategyUnavailable(f"strategy {name!r} needs {names}, which {verb} not installed", hint=can.install)
     if can.processes == "one" and processes is not None and processes > 1:
         raise ConfigError(
             f"strategy {name!r} runs in one process, but {processes} were asked for",

@@ -13,10 +13,10 @@ from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, StrategyUnavailable
 
 if TYPE_CHECKING:
-    from distkit.config import Config
+    from distkit.config import Config, LoadedConfig
     from distkit.strategies.base import Strategy
 
-__all__ = ["BUILT_IN", "RESOLVED", "make_strategy", "strategy_class", "strategy_names"]
+__all__ = ["BUILT_IN", "RESOLVED", "apply_defaults", "make_strategy", "strategy_class", "strategy_names"]
 
 BUILT_IN = {
     "single": "distkit.strategies.single:SingleStrategy",
@@ -28,6 +28,9 @@ BUILT_IN = {
     "zero1": "distkit.strategies.zero:Zero1Strategy",
     "zero2": "distkit.strategies.zero:Zero2Strategy",
     "zero3": "distkit.strategies.zero:Zero3Strategy",
+    "megatron-zero1": "distkit.strategies.megatron:MegatronZero1Strategy",
+    "megatron-zero2": "distkit.strategies.megatron:MegatronZero2Strategy",
+    "megatron-zero3": "distkit.strategies.megatron:MegatronZero3Strategy",
 }
 """One line a strategy, in the order in which the documentation lists them."""
 
@@ -97,12 +100,15 @@ def make_strategy(config: Config, preview: Mapping[str, Any] | None = None) -> S
     chosen = strategy_class(config.strategy)
     if preview:
         return _make_preview(chosen, config, preview)
-    if config.parallel.tensor > 1:
-        chosen.check(config, processes=None)
-        from distkit.strategies.tensor_parallel.mixin import with_tensor_parallelism
+    return chosen.for_run(config)(config)
 
-        chosen = with_tensor_parallelism(chosen)
-    return chosen(config)
+
+def apply_defaults(loaded: LoadedConfig, processes_per_node: int) -> None:
+    """Fill in the strategy's own defaults for settings that nobody set."""
+    name = loaded.config.strategy
+    for key, value in strategy_class(name).defaults(processes_per_node).items():
+        if loaded.origins[key] == "default":
+            loaded.set(key, value, f"strategy {name}, {processes_per_node} processes per node")
 
 
 def _make_preview(chosen: type[Strategy], config: Config, preview: Mapping[str, Any]) -> Strategy:

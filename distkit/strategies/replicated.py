@@ -75,9 +75,9 @@ class ReplicatedStrategy(Strategy):
 
         parameters = trained_parameters(optimizer)
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None and not is_split(p)])
-        if self.world is not None and self.world.tensor.size > 1:
-            parts = get_total_norm([p.grad for p in parameters if p.grad is not None and is_split(p)])
-            squares = self.world.all_reduce(parts.square().to(norm.device), axis="tensor")
+        parts = [p.grad for p in parameters if p.grad is not None and is_split(p)]
+        if parts and self.world is not None:
+            squares = self.world.all_reduce(get_total_norm(parts).square().to(norm.device), axis="tensor")
             norm = (norm.square() + squares).sqrt()
         if max_norm != float("inf"):
             clip_grads_with_norm_(parameters, max_norm, norm)

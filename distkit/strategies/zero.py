@@ -264,9 +264,7 @@ class ZeroStrategy(Strategy):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)) if gradients else torch.zeros(1)
             return norms.square().sum().to(world.device)
 
-        total = squares(whole)
-        if self.world.tensor.size > 1:
-            total = total + self.world.all_reduce(squares(parts), axis="tensor")
+        total = squares(whole) + self.world.all_reduce(squares(parts), axis="tensor")
         norm = self.world.all_reduce(total, axis="data").sqrt()
         if max_norm != float("inf"):
             self.scale_gradients(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -374,6 +372,10 @@ class ZeroStrategy(Strategy):
         """See :class:`Strategy`; the fp32 masters, one parameter at a time."""
         self._refresh_buffers()
         return self._state().gather_model(self.unwrap(model))
+
+    def masters(self, model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """See :class:`Strategy`; in 16-bit precision parameters are rounded from them."""
+        return self._state().masters(self.unwrap(model))
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """See :class:`Strategy`; also what lies in DeepSpeed's flat buffers. Its communication buckets are not in it."""

@@ -168,8 +168,19 @@ class ZeroState:
     def gather_model(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole state of a model on the CPU of rank 0, empty elsewhere; called by all.
 
-        One parameter at a time travels, so no rank needs room for more than that besides rank 0's result.
+        No rank needs room for more than a parameter at a time besides rank 0's result.
         """
+        values: dict[int, torch.Tensor] = {}
+        for parameter, whole in self.masters(model):
+            if self.world.is_main:
+                values[id(parameter)] = whole.detach().cpu().clone()
+        if not self.world.is_main:
+            return {}
+        named = {clean_name(n): values[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        return {**named, **{name: buffer.detach().cpu().clone() for name, buffer in named_buffers(model)}}
+
+    def masters(self, model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with its exact values, put together from the data-parallel ranks; called by all."""
         places = {
             id(piece.parameter): (unit.layout, partition, piece)
             for unit in self.units
@@ -177,7 +188,6 @@ class ZeroState:
             for piece in partition.pieces
         }
         dtypes = {id(p): unit.layout.partitions[0].master.dtype for unit in self.units for p in unit.stepped}
-        values: dict[int, torch.Tensor] = {}
         for parameter in model.parameters():
             entry = self.homes[id(parameter)][0]
             exact = parameter.dtype == dtypes.get(id(parameter), parameter.dtype)
@@ -187,12 +197,7 @@ class ZeroState:
                 mine = self._stretch(entry, places.get(id(parameter)), dtypes.get(id(parameter)))
                 parts = self.world.all_gather(mine.to(self.world.device), axis="data")
                 whole = torch.cat(parts).view(entry.shape)
-            if self.world.is_main:
-                values[id(parameter)] = whole.detach().cpu().clone()
-        if not self.world.is_main:
-            return {}
-        named = {clean_name(n): values[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-        return {**named, **{name: buffer.detach().cpu().clone() for name, buffer in named_buffers(model)}}
+            yield parameter, whole
 
     def _stretch(
         self, entry: _Known, place: tuple[Layout, Partition, Piece] | None, dtype: torch.dtype | None

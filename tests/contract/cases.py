@@ -67,6 +67,7 @@ def train(
     state = trainer.model_state_dict(net)
     result = {
         "order": order,
+        "tensor_rank": trainer.world.tensor.rank,
         "model": digests(state),
         "values": {name: tensor.flatten()[:4].tolist() for name, tensor in state.items()},
         "norm": float(torch.sqrt(sum(t.double().pow(2).sum() for t in state.values()))) if state else 0.0,
@@ -108,7 +109,14 @@ def checkpoint_digest(run_dir: str) -> dict[str, str]:
     return found
 
 
-def resume_only(strategy: str, run_dir: str, source: str, *, model: dict[str, Any] | None = None) -> dict[str, str]:
+def resume_only(
+    strategy: str,
+    run_dir: str,
+    source: str,
+    *,
+    model: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, str]:
     """Load a checkpoint under this strategy and write it out again at once; digests of what was written."""
     trainer = distkit.Trainer(
         {
@@ -117,6 +125,7 @@ def resume_only(strategy: str, run_dir: str, source: str, *, model: dict[str, An
             "batch.per": "global",
             "log.to": ["jsonl"],
             "checkpoint.resume": source,
+            **(settings or {}),
         }
     )
     net = TinyGPT(**(model or {}))
@@ -196,7 +205,8 @@ def initial_parameters(strategy: str, run_dir: str) -> dict[str, str]:
 
     trainer = distkit.Trainer({"strategy": strategy, "run_dir": run_dir, "log.to": ["jsonl"]})
     torch.manual_seed(int(os.environ["RANK"]))
-    net = TinyGPT()
+    net: Any = TinyGPT()
+    net.example_input_array = torch.zeros(2, 8, dtype=torch.long)  # for strategies that must see its forward
     net, _ = trainer.prepare(net, torch.optim.AdamW(net.parameters()))
     with trainer.strategy.full_parameters(net):
         found = digests({n: p.detach().clone() for n, p in trainer.unwrap(net).named_parameters()})
@@ -212,6 +222,7 @@ def gan(run_dir: str, strategy: str, *, steps: int = 4) -> dict[str, Any]:
         {"strategy": strategy, "run_dir": run_dir, "batch.per": "global", "log.every_steps": 1, "log.to": ["jsonl"]}
     )
     generator, critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 1)
+    generator.example_input_array, critic.example_input_array = torch.rand(2, 4), torch.rand(2, 8)  # type: ignore[assignment]
     opt_g, opt_d = torch.optim.Adam(generator.parameters(), lr=1e-2), torch.optim.Adam(critic.parameters(), lr=1e-2)
     loader = DataLoader(Tokens(36), batch_size=12, shuffle=True)
     generator, critic, opt_d, opt_g, loader = trainer.prepare(generator, critic, opt_d, opt_g, loader)

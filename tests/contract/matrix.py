@@ -57,7 +57,11 @@ class Place:
         settings = dict(VARIANTS[self.label][1]) if self.label in VARIANTS else {}
         if self.strategy == "hsdp" and self.size > 1:
             settings["parallel.replicate"] = 2
-        if self.strategy == "zero3":  # the model is small: some parameters stay whole on every rank, others are cut
+        if self.strategy.startswith("megatron") and self.size == 4:
+            settings["parallel.tensor"] = 2
+        if self.strategy.endswith(
+            "zero3"
+        ):  # the model is small: some parameters stay whole on every rank, others are cut
             settings["engine.deepspeed.zero_optimization"] = {"stage3_param_persistence_threshold": 16}
         return settings
 

@@ -32,6 +32,9 @@ ROUND = [
     Place("ddp+tensor2", 2),
     Place("zero1+tensor2", 4),
     Place("zero2+tensor2", 2),
+    Place("megatron-zero1", 4),
+    Place("megatron-zero3", 4),
+    Place("megatron-zero2", 2),
 ]
 """Each one's checkpoint moves to the next one, the last one's to the first."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from distkit.strategies.registry import strategy_class
 from tests.contract.test_contract import column, every_two
 from tests.pool import Pool
 
@@ -39,8 +40,9 @@ def test_gpt2_of_transformers(pool: Pool, once: Any, tmp_path: Path, strategy: s
 
 @every_two
 def test_a_resnet(pool: Pool, once: Any, tmp_path: Path, strategy: str) -> None:
-    """BatchNorm's statistics are a rank's own, so the comparison is with ddp on as many ranks."""
-    expected = once("conv", "ddp", 2)
+    """BatchNorm's statistics are a rank's own, so the comparison is with ddp on as many data-parallel ranks."""
+    data_ranks = 2 // strategy_class(strategy).defaults(2).get("parallel.tensor", 1)
+    expected = once("conv", "ddp", data_ranks)
     settings = {"optim.lr_scaling": "none"}
     result = pool.run(CASES + "conv", 2, strategy=strategy, run_dir=str(tmp_path), settings=settings)[0]
     assert column(result, "loss") == pytest.approx(column(expected, "loss"), abs=1e-5)

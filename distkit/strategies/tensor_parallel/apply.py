@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,20 @@ from distkit.strategies.tensor_parallel.kinds import Kind, kind_of
 from distkit.strategies.tensor_parallel.layers import ColumnForward, RowForward, VocabularyForward
 from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, VOCABULARY, Layout, Runs, Split
 
-__all__ = ["PlacedParameter", "apply_layout", "placed_parameters", "tied_otherwise", "tried_out"]
+__all__ = [
+    "FORWARDS",
+    "Forwards",
+    "PlacedParameter",
+    "apply_layout",
+    "placed_parameters",
+    "tied_otherwise",
+    "tried_out",
+]
 
-FORWARDS: dict[str, Callable[..., Any]] = {COLUMN: ColumnForward, ROW: RowForward, VOCABULARY: VocabularyForward}
+Forwards = Mapping[str, Callable[..., Any]]
+"""By style, what makes a module's forward: called with its name, itself, its kind, its split and the group."""
+
+FORWARDS: Forwards = {COLUMN: ColumnForward, ROW: RowForward, VOCABULARY: VocabularyForward}
 
 
 @dataclass(frozen=True)
@@ -77,13 +88,16 @@ def _dim_and_runs(own: str, kind: Kind, split: Split) -> tuple[int, tuple[Runs, 
     return (0, split.runs) if own == "bias" and split.style == COLUMN else None
 
 
-def apply_layout(model: nn.Module, layout: Layout, group: TensorGroup) -> dict[str, PlacedParameter]:
+def apply_layout(
+    model: nn.Module, layout: Layout, group: TensorGroup, forwards: Forwards = FORWARDS
+) -> dict[str, PlacedParameter]:
     """Split a model in place.
 
     Args:
         model: Whole, the same on all ranks of the group.
         layout: For it.
         group: The tensor group.
+        forwards: What computes the layers of each style.
 
     Returns:
         The parameters that are split now, by name, under all names of tied ones.
@@ -103,7 +117,7 @@ def apply_layout(model: nn.Module, layout: Layout, group: TensorGroup) -> dict[s
         if isinstance(module, nn.MultiheadAttention):
             module.forward = AttentionForward(name, module, group)  # type: ignore[method-assign]
         else:
-            module.forward = FORWARDS[split.style](name, module, kinds[name], split, group)
+            module.forward = forwards[split.style](name, module, kinds[name], split, group)
     turn_off_fast_paths(model, layout.splits)
     return placed
 

@@ -82,8 +82,12 @@ class ColumnForward(_SplitForward):
         if self.kind.name == "embedding":
             output = functional.embedding(inputs, self.module.weight, self.module.padding_idx)  # type: ignore[arg-type]
         else:
-            output = self._multiply(all_tokens(inputs, self.group), self._bias)
+            output = self._own_features(inputs)
         return ShardedTensor(output, -1, self.split.parts, self.group.for_outputs if self.split.leaves else self.group)
+
+    def _own_features(self, inputs: torch.Tensor) -> torch.Tensor:
+        """This rank's output features."""
+        return self._multiply(all_tokens(inputs, self.group), self._bias)
 
 
 class RowForward(_SplitForward):
@@ -95,9 +99,13 @@ class RowForward(_SplitForward):
                 f"{self.name} is split by row, but no layer split by column feeds it",
                 hint=f"--set 'parallel.tensor_layout={{\"{self.name}\": replicate}}'",
             )
-        output = summed(self._multiply(inputs.local, None), self.group)
+        output = self._sum(inputs.local)
         bias = self._bias
         return output if bias is None else output + bias
+
+    def _sum(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Over the group, of what each rank's input features give."""
+        return summed(self._multiply(inputs, None), self.group)
 
 
 class VocabularyForward(_SplitForward):

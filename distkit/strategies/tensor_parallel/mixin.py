@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from distkit.errors import ConfigError, DistkitError, UsageError
 from distkit.state import OptimizerLayout, ReadShard, Shard, clean_name
 from distkit.strategies.base import Strategy
-from distkit.strategies.modules import group_name, named_buffers
-from distkit.strategies.tensor_parallel.apply import PlacedParameter, apply_layout
+from distkit.strategies.modules import group_name, is_split, named_buffers
+from distkit.strategies.tensor_parallel.apply import FORWARDS, Forwards, PlacedParameter, apply_layout
 from distkit.strategies.tensor_parallel.detect import detect, random_twin
 from distkit.strategies.tensor_parallel.example import find_run
 from distkit.strategies.tensor_parallel.group import TensorGroup
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["TensorParallelMixin", "with_tensor_parallelism"]
 
 
-def with_tensor_parallelism(strategy: type[Strategy]) -> type[Strategy]:
+def with_tensor_parallelism(strategy: type[Strategy], mixin: type[TensorParallelMixin] | None = None) -> type[Strategy]:
     """The same strategy, over models whose layers are split."""
-    return type(f"TensorParallel{strategy.__name__}", (TensorParallelMixin, strategy), {})
+    return type(f"TensorParallel{strategy.__name__}", (mixin or TensorParallelMixin, strategy), {})
 
 
 class TensorParallelMixin(Strategy):
@@ -85,15 +85,24 @@ class TensorParallelMixin(Strategy):
 
     def _split(self, model: nn.Module, group: str) -> None:
         assert self.world is not None
+        if any(is_split(p) for p in model.parameters()):
+            raise UsageError(
+                f"{type(model).__name__} is split over a tensor group already: its parameters are marked tensor_model_parallel",
+                hint="--strategy megatron-zero2   takes models of megatron-core's layers",
+            )
         for tensor in [*model.parameters(), *model.buffers()]:  # rank 0's values, while all ranks have the same shapes
             tensor.data.copy_(self.world.broadcast(tensor.data.to(self.world.device)))
         layout = self._agreed_layout(model)
         self._report += describe(model, layout)
         if self.sees_outputs:
             model.register_forward_hook(_give_out_whole)
-        places = apply_layout(model, layout, self.group)
+        places = apply_layout(model, layout, self.group, self._forwards(layout))
         self.placement.add(group, places)
         self._layouts.append((model, layout, places))
+
+    def _forwards(self, layout: Layout) -> Forwards:
+        """What computes split layers."""
+        return FORWARDS
 
     def _agreed_layout(self, model: nn.Module) -> Layout:
         """Rank 0 looks, and what it finds, or why it can't, is the same on all ranks."""
@@ -123,19 +132,27 @@ class TensorParallelMixin(Strategy):
         """See :class:`Strategy`; one whole tensor at a time, on all ranks of a group."""
         own = self.unwrap(model)
         places = self._places_of(own)
+        named = [(clean_name(n), p) for n, p in own.named_parameters(remove_duplicate=False)]
+        place_by_id = {id(p): places[name] for name, p in named if name in places}
         values: dict[int, torch.Tensor] = {}
-        with super().full_parameters(model):  # type: ignore[safe-super]
-            named = [(clean_name(n), p) for n, p in own.named_parameters(remove_duplicate=False)]
-            for name, parameter in named:
-                if id(parameter) in values:
-                    continue
-                place = places.get(name)
-                value = parameter.data if place is None else self._put_together(parameter.data, place)
-                values[id(parameter)] = value.detach().cpu().clone() if self.is_main else value.new_empty(0)
+        for parameter, value in self._parts(model):
+            place = place_by_id.get(id(parameter))
+            full = value if place is None else self._put_together(value, place)
+            if self.is_main:
+                values[id(parameter)] = full.detach().cpu().clone()
         if not self.is_main:
             return {}
         buffers = {name: buffer.detach().cpu().clone() for name, buffer in named_buffers(own)}
         return {**{name: values[id(parameter)] for name, parameter in named}, **buffers}
+
+    def _parts(self, model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with what this rank's tensor place holds of it."""
+        masters = super().masters(model)
+        if masters is not None:
+            yield from masters
+            return
+        with super().full_parameters(model):  # type: ignore[safe-super]
+            yield from ((parameter, parameter.data) for parameter in self.unwrap(model).parameters())
 
     def _places_of(self, own: nn.Module) -> dict[str, PlacedParameter]:
         return next((places for split, _, places in self._layouts if split is own), {})
