@@ -375,7 +375,8 @@ def _dropout(func: Any, tensor: ShardedTensor, p: float = 0.5, training: bool = 
     if not training or p == 0:
         return _like(func, tensor, p, training, inplace)
     with torch.no_grad():
-        order = sorted(range(tensor.dim()), key=lambda d: -tensor.local.stride(d))
+        strides = tensor.local.stride()
+        order = sorted(range(tensor.dim()), key=lambda d: -strides[d])
         ones = torch.ones([tensor.shape[d] for d in order], dtype=tensor.dtype, device=tensor.device)
         mask = torch.nn.functional.dropout(ones, p).permute([order.index(d) for d in range(tensor.dim())])
     part = shard(mask, tensor.split_dim, tensor.parts, tensor.group).local
