@@ -364,6 +364,15 @@ class FSDPStrategy(Strategy):
             reshard(model)
         return FsdpState(self.models, self.optimizers, self._world)
 
+    def masters(self, model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """See :class:`Strategy`; under ``bf16`` gathered parameters are rounded, these are not."""
+        from distkit.strategies.fsdp_engine import reshard
+        from distkit.strategies.fsdp_state import whole_of
+
+        reshard(model)
+        for parameter in model.parameters():
+            yield parameter, whole_of(parameter.detach(), self._world)
+
     def shards(self) -> Iterator[Shard]:
         """See :class:`Strategy`; replicas share the work."""
         self._refresh_buffers(self.models)

@@ -23,7 +23,7 @@ from distkit.strategies.modules import group_name, named_buffers, parameter_name
 if TYPE_CHECKING:
     from distkit.world import World
 
-__all__ = ["FsdpState", "like_parameter", "region_of", "whole_on_main"]
+__all__ = ["FsdpState", "like_parameter", "region_of", "whole_of", "whole_on_main"]
 
 Item = tuple[str, str, str, torch.Tensor]
 """Group, name, kind and value."""
@@ -67,17 +67,23 @@ def like_parameter(values: torch.Tensor, parameter: DTensor) -> DTensor:
 
 def whole_on_main(tensor: torch.Tensor, world: World) -> torch.Tensor | None:
     """The whole tensor on the host of rank 0, None elsewhere; called by all, and one tensor's memory on each."""
-    if isinstance(tensor, DTensor):
-        on_device = DTensor.from_local(
-            local(tensor).to(world.device),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-        tensor = on_device.full_tensor()
-    return tensor.detach().cpu().clone() if world.is_main else None
+    found = whole_of(tensor, world)
+    return found.detach().cpu().clone() if world.is_main else None
+
+
+def whole_of(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """The whole tensor on every rank that it is split over; called by all."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    on_device = DTensor.from_local(
+        local(tensor).to(world.device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return on_device.full_tensor()
 
 
 class FsdpState:

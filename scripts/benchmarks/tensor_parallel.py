@@ -7,8 +7,12 @@ has: one for each attention and each MLP forward and as many backward, one for e
 for the head backward. Beside these travel numbers of the size of a few floats a token (the loss over parts of the classes), and
 gradients of parameters inside of heads.
 
+With --strategies the models are trained through the Trainer on 4 processes as 2 x 2 instead: 20 losses and the gradient of
+every parameter, put together from all ranks, against one process.
+
 Examples:
   scripts/benchmarks/tensor_parallel.py
+  scripts/benchmarks/tensor_parallel.py --strategies fsdp,zero1,zero2,zero3
   scripts/benchmarks/tensor_parallel.py --models llama,t5 --processes 4 --json
 """
 
@@ -18,12 +22,16 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from venv_of_checkout import ROOT, use_venv
 
 sys.path.insert(0, str(ROOT))
+
+WITHIN = 1e-5
+"""Of losses, relative where they are above 1, and of gradients, relative to the largest value of each."""
 
 
 def main() -> int:
@@ -34,14 +42,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(output=Path(folder) / "output.log")
         try:
-            rows = [measure(pool, model, arguments) for model in arguments.models]
+            if arguments.strategies:
+                rows = list(under_engines(pool, Path(folder), arguments))
+            else:
+                rows = [measure(pool, model, arguments) for model in arguments.models]
         finally:
             pool.close()
     if arguments.json:
         print(json.dumps(rows, indent=1))
-    else:
+    elif not arguments.strategies:
         show(rows)
-    return 0
+    return int(
+        any(row.get("loss_difference", 0) > WITHIN or row.get("gradient_difference", 0) > WITHIN for row in rows)
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,6 +64,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=lambda text: text.split(","), default=known, help="; ".join(known))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--strategies",
+        type=lambda text: text.split(","),
+        help="train under these on 2 x 2 processes, such as fsdp,zero3",
+    )
+    parser.add_argument("--sequence", action="store_true", help="with --strategies: parallel.sequence=true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
@@ -58,6 +77,29 @@ def parse_arguments() -> argparse.Namespace:
     if unknown:
         parser.error(f"there is no model {unknown[0]!r}; there are: {', '.join(known)}")
     return arguments
+
+
+def under_engines(pool: Any, folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every model under every strategy."""
+    from tests.strategies.tensor_parallel.engines import compare
+
+    if not arguments.json:
+        print(f"{'model':<24}{'strategy':<16}{'loss':>10}{'gradient':>10}  of")
+    for model in arguments.models:
+        for strategy in arguments.strategies:
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                found = compare(pool, model, strategy, Path(own), steps=arguments.steps, sequence=arguments.sequence)
+            if not arguments.json:
+                line = f"{model:<24}{strategy:<16}{found.losses:>10.1e}{found.gradients:>10.1e}  {found.worst}"
+                print(line, flush=True)
+            yield {
+                "model": model,
+                "strategy": strategy,
+                "loss_difference": found.losses,
+                "gradient_difference": found.gradients,
+                "parameter": found.worst,
+                "parameters": found.parameters,
+            }
 
 
 def measure(pool: Any, model: str, arguments: argparse.Namespace) -> dict[str, Any]:

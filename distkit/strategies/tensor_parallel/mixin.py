@@ -132,10 +132,13 @@ class TensorParallelMixin(Strategy):
         """See :class:`Strategy`; one whole tensor at a time, on all ranks of a group."""
         own = self.unwrap(model)
         places = self._places_of(own)
-        named = [(clean_name(n), p) for n, p in own.named_parameters(remove_duplicate=False)]
-        place_by_id = {id(p): places[name] for name, p in named if name in places}
+        named: list[tuple[str, nn.Parameter]] = []
+        place_by_id: dict[int, PlacedParameter] = {}
         values: dict[int, torch.Tensor] = {}
         for parameter, value in self._parts(model):
+            if not named:  # only now: an engine shows other parameters while it gives them out
+                named = [(clean_name(n), p) for n, p in own.named_parameters(remove_duplicate=False)]
+                place_by_id = {id(p): places[name] for name, p in named if name in places}
             place = place_by_id.get(id(parameter))
             full = value if place is None else self._put_together(value, place)
             if self.is_main:

@@ -190,6 +190,12 @@ def test_evaluation_gathering_and_export_with_a_split_head(pool: Pool, tmp_path:
         assert result["apart"] < 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+def test_exported_weights_are_not_rounded_in_16_bits(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    settings = {"parallel.tensor": 2, "precision": "bf16"}
+    assert pool.run(CASES + "evaluated", 4, strategy=strategy, run_dir=str(tmp_path), settings=settings)[0]["exact"]
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_inside_of_heads_get_their_whole_gradient(
