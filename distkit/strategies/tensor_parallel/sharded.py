@@ -114,7 +114,7 @@ _PLAIN: set[Any] = {
 """Questions whose answer the global shape gives."""
 
 _OF_LOCAL: set[Any] = {
-    *_getters("requires_grad", "grad_fn", "is_leaf"),
+    *_getters("requires_grad", "grad_fn", "is_leaf", "_base", "_version", "output_nr"),
     *_methods("is_contiguous", "stride", "register_hook", "retain_grad"),
 }
 """Questions about the part that is there."""

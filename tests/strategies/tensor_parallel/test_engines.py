@@ -16,6 +16,7 @@ PAIRS = [
     ("llama", "zero3"),
     ("gpt2", "fsdp"),
     ("bert", "zero1"),
+    ("t5", "fsdp"),
     ("t5", "zero2"),
     ("vit", "zero3"),
     ("mixtral", "fsdp"),
