@@ -49,7 +49,7 @@ def commands(program: str) -> Iterator[tuple[str, list[str]]]:
 
 def run_python(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

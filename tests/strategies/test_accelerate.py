@@ -78,12 +78,13 @@ def test_a_file_drives_the_run(pool: Pool, tmp_path: Path, name: str) -> None:
 def launched(words: list[str], folder: Path) -> list[float]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DISTKIT_", "ACCELERATE_"))}
     environ |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / words[-1] / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.timeout(900)  # several starts of several processes
 def test_under_accelerate_launch_and_distkit_run(tmp_path: Path) -> None:
     """The same script, by both launchers on two processes and by python alone: the same losses."""
     (tmp_path / "train.py").write_text(SCRIPT)
