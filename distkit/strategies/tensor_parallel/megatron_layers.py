@@ -3,7 +3,8 @@ call and holds none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,16 @@ def megatron_forwards(layout: Layout, settings: Any) -> Forwards:
 
 def _no_values(weight: torch.Tensor) -> None:
     """Parameters have theirs already."""
+
+
+@contextmanager
+def _lent(weight: Any, layer: nn.Module) -> Iterator[None]:
+    """For one call a layer has this weight; between calls it has none."""
+    layer._parameters["weight"] = weight
+    try:
+        yield
+    finally:
+        layer._parameters["weight"] = None
 
 
 class MegatronColumn(ColumnForward):
@@ -129,11 +140,8 @@ class MegatronRow(RowForward):
         return _rows_through(self._compute, inputs, self.module.weight, None)
 
     def _compute(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        self.layer._parameters["weight"] = weight
-        try:
+        with _lent(weight, self.layer):
             output: torch.Tensor = self.layer(rows)[0]
-        finally:
-            self.layer._parameters["weight"] = None
         return output
 
 
@@ -160,11 +168,8 @@ class MegatronVocabulary(VocabularyForward):
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.layer is None or self.group.sequence:
             return super().__call__(inputs)
-        self.layer._parameters["weight"] = self.module.weight
-        try:
+        with _lent(self.module.weight, self.layer):
             output: torch.Tensor = self.layer(inputs)
-        finally:
-            self.layer._parameters["weight"] = None
         return output
 
 
