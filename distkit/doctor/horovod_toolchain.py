@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distkit.errors import StrategyUnavailable
-from distkit.launch.launchers.mpirun import mpi_version
+from distkit.launch.hardware import mpi_version
 
 __all__ = ["HOROVOD", "BuildOptions", "Toolchain", "find_toolchain"]
 

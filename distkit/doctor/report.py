@@ -39,8 +39,7 @@ def examine() -> Iterator[Finding]:
     """
     import os
 
-    from distkit.launch.hardware import usable_cores, visible_gpus
-    from distkit.launch.launchers.mpirun import mpi_version
+    from distkit.launch.hardware import mpi_version, usable_cores, visible_gpus
 
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     yield Finding("torch", _version("torch"), "pip install torch")

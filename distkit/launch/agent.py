@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -21,8 +22,9 @@ from distkit.errors import DistkitError, LaunchError
 from distkit.launch.interrupts import Interrupts
 from distkit.launch.ports import check_port_free
 from distkit.launch.processes import Workers
+from distkit.launch.remote import tell
 from distkit.launch.report import failure_report
-from distkit.launch.worker import AGENT_VARIABLE
+from distkit.launch.worker import AGENT_VARIABLE, LAUNCH_VARIABLE
 
 if TYPE_CHECKING:
     from distkit.launch.supervise import WorkerAgent
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             if interrupts.first is not None and not workers.started:
                 return _say_stopped(interrupts)
         interrupts.enforce()
-        return _conclude(thread, interrupts, workers)
+        return _conclude(thread, interrupts, workers, hand_over=arguments.hand_over)
     except DistkitError as error:
         sys.stderr.write(f"distkit-run: {error}\n")
         return 1
@@ -98,6 +100,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--grace-s", type=float, default=30.0, help="Seconds between asking workers to end and killing."
     )
+    parser.add_argument(
+        "--hand-over", action="store_true", help="Tell failures to the launcher, which reports those of all hosts."
+    )
     parsed: argparse.Namespace = parser.parse_args(argv)
     parsed.log_dir = os.devnull  # torchrun would make a folder of its own under /tmp for every run
     return parsed
@@ -115,7 +120,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         raise LaunchError(
             f"the run's folder {str(arguments.run_dir)!r} can't be made: {error.strerror}", hint="--run-dir DIR"
         ) from error
-    if not arguments.standalone and arguments.node_rank == 0:
+    if not arguments.standalone and arguments.rdzv_backend == "static" and arguments.node_rank == 0:
         check_port_free(arguments.master_port)
     os.environ[AGENT_VARIABLE] = str(os.getpid())
 
@@ -124,18 +129,21 @@ def _build_agent(arguments: argparse.Namespace, workers: Workers) -> WorkerAgent
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.run import config_from_args
 
-    from distkit.launch.rendezvous import Rendezvous
+    from distkit.launch.rendezvous import Rendezvous, endpoint_rendezvous
     from distkit.launch.supervise import WorkerAgent
 
     config, entrypoint, words = config_from_args(arguments)
-    rendezvous = Rendezvous(
-        config.run_id,
-        rank=arguments.node_rank,
-        nodes=config.max_nodes,
-        address=arguments.master_addr,
-        port=arguments.master_port,
-        timeout=timedelta(seconds=int(config.rdzv_configs["timeout"])),
-    )
+    if arguments.rdzv_backend == "c10d":
+        rendezvous = endpoint_rendezvous(config)
+    else:
+        rendezvous = Rendezvous(
+            config.run_id,
+            rank=arguments.node_rank,
+            nodes=config.max_nodes,
+            address=arguments.master_addr,
+            port=arguments.master_port,
+            timeout=timedelta(seconds=int(config.rdzv_configs["timeout"])),
+        )
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -149,7 +157,7 @@ def _build_agent(arguments: argparse.Namespace, workers: Workers) -> WorkerAgent
     return WorkerAgent(spec, config.logs_specs, workers, arguments.run_dir, arguments.grace_s)
 
 
-def _conclude(thread: _AgentThread, interrupts: Interrupts, workers: Workers) -> int:
+def _conclude(thread: _AgentThread, interrupts: Interrupts, workers: Workers, *, hand_over: bool) -> int:
     """Say how the run ended; the exit status."""
     agent = thread.agent
     if thread.error is not None:
@@ -157,9 +165,13 @@ def _conclude(thread: _AgentThread, interrupts: Interrupts, workers: Workers) ->
     assert agent is not None
     if interrupts.killed or (interrupts.first is not None and _is_stop(agent)):
         ended_well = not interrupts.killed and all(end.code == 0 for end in workers.exits().values())
-        return 0 if ended_well else _say_stopped(interrupts, agent)
+        return 0 if ended_well else _say_stopped(interrupts, agent, silent=hand_over)
     if agent.root is None:
         return 0
+    if hand_over:
+        for failure in (agent.root, *agent.failures):
+            tell(os.environ.get(LAUNCH_VARIABLE, ""), failure=json.loads(failure.to_json()))
+        return agent.root.exit_status
     others = [failure for failure in agent.failures if failure.rank != agent.root.rank]
     others.sort(key=lambda failure: (failure.likely_time, failure.rank))
     sys.stderr.write(failure_report(agent.root, others, processes=agent.processes))
@@ -172,11 +184,12 @@ def _is_stop(agent: WorkerAgent) -> bool:
     return root is None or root.record is None or root.record.type in ("KeyboardInterrupt", "SystemExit")
 
 
-def _say_stopped(interrupts: Interrupts, agent: WorkerAgent | None = None) -> int:
+def _say_stopped(interrupts: Interrupts, agent: WorkerAgent | None = None, *, silent: bool = False) -> int:
     assert interrupts.first is not None
     how = "Ctrl-C (SIGINT)" if interrupts.first == SIGINT else interrupts.first.name
     killed = "; the processes were killed" if interrupts.killed else ""
-    sys.stderr.write(f"distkit-run: stopped by {how}{killed}\n")
+    if not silent:
+        sys.stderr.write(f"distkit-run: stopped by {how}{killed}\n")
     if agent is not None and agent.root is not None and not interrupts.killed and agent.root.code > 0:
         return agent.root.code
     return 128 + interrupts.first

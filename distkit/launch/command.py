@@ -60,7 +60,9 @@ def run(
     launcher: Annotated[
         str,
         typer.Option(
-            "--launcher", metavar="NAME", help="What starts the processes: auto, torchrun, horovodrun, mpirun."
+            "--launcher",
+            metavar="NAME",
+            help="What starts the processes: auto, torchrun, deepspeed, horovodrun, mpirun, slurm, kubernetes, ray.",
         ),
     ] = "auto",
     max_restarts: Annotated[
@@ -74,10 +76,21 @@ def run(
     ] = "main",
     hosts: Annotated[
         str | None,
-        typer.Option("--hosts", metavar="H0:N,H1:N", help="Hosts that horovodrun or mpirun start, with their room."),
+        typer.Option("--hosts", metavar="H0:N,H1:N", help="Hosts to start over ssh, with their room."),
     ] = None,
     hostfile: Annotated[
-        str | None, typer.Option("--hostfile", metavar="FILE", help="Or a file: a host a line.")
+        str | None,
+        typer.Option("--hostfile", metavar="FILE", help="Or a file, a host a line: host0 slots=4, or host0:4."),
+    ] = None,
+    include: Annotated[
+        str | None, typer.Option("--include", metavar="H0@H1:0,1", help="Only these of them, and of their devices.")
+    ] = None,
+    exclude: Annotated[str | None, typer.Option("--exclude", metavar="H0@H1:0,1", help="All but these.")] = None,
+    meet_at: Annotated[
+        str | None,
+        typer.Option(
+            "--meet-at", metavar="HOST:PORT", help="Where hosts meet that you start yourself, in any order and number."
+        ),
     ] = None,
     interface: Annotated[
         str | None, typer.Option("--interface", metavar="NAME", help="Network interface between the hosts.")
@@ -88,6 +101,9 @@ def run(
     ssh_identity: Annotated[
         str | None, typer.Option("--ssh-identity", metavar="FILE", help="Private key for ssh.")
     ] = None,
+    ssh_options: Annotated[
+        list[str] | None, typer.Option("--ssh-option", metavar="KEY=VALUE", help="Another option of ssh (its -o).")
+    ] = None,
     export: Annotated[
         list[str] | None, typer.Option("--export", metavar="NAME", help="A variable for processes on other hosts.")
     ] = None,
@@ -95,6 +111,12 @@ def run(
         str | None,
         typer.Option(
             "--host-discovery", metavar="PROGRAM", help="Prints the hosts that are there now, asked again and again."
+        ),
+    ] = None,
+    job: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--job", metavar="KEY=VALUE", help="For the scheduler: time=2:00:00, partition=gpu, image=..., ..."
         ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
@@ -111,7 +133,9 @@ def run(
       distkit-run -s ddp -c config.yaml --set optim.clip_norm=1 --run-dir runs/first train.py
       distkit-run -s ddp --nproc 4 --nnodes 2 --node-rank 0 --master-addr host0 --run-dir runs/two train.py
     """
-    from distkit.launch.plan import LaunchOptions, Machine, build_plan
+    from distkit.launch.build import build_plan
+    from distkit.launch.machine import Machine
+    from distkit.launch.plan import LaunchOptions
 
     try:
         _check_choices(output, dry_run, as_json)
@@ -135,6 +159,11 @@ def run(
             output=output,
             hosts=hosts,
             hostfile=hostfile,
+            include=include,
+            exclude=exclude,
+            meet_at=meet_at,
+            ssh_options=tuple(ssh_options or ()),
+            job=tuple(job or ()),
             interface=interface,
             ssh_port=ssh_port,
             ssh_identity=ssh_identity,

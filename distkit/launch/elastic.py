@@ -1,7 +1,7 @@
 """A run whose hosts may change: after a failure, or when hosts come and go, all ranks start again from the newest
 checkpoint, on the hosts that are there then.
 
-``python -m distkit.launch.elastic --run-dir DIR --launcher horovodrun --nproc 2 --min-nodes 1 --max-nodes 4
+``python -m distkit.launch.elastic --run-dir DIR --launcher torchrun --nproc 2 --min-nodes 1 --max-nodes 4
 --host-discovery ./discover.sh --max-restarts 3 ... -- python -m distkit.launch.worker ...``
 
 A checkpoint is what Horovod calls a commit: it holds the position in the data as a number of samples, so a run of any
@@ -11,21 +11,20 @@ other size goes on with the very next one.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from distkit.errors import DistkitError, LaunchError
-from distkit.launch.external import ExternalRun, catch_signals
+from distkit.launch.attempt import Attempt, catch_signals
+from distkit.launch.beginning import LAUNCHERS, begin
 from distkit.launch.failure import Failure
-from distkit.launch.hardware import visible_gpus
-from distkit.launch.hosts import Host, is_this_host, parse_host_lines, parse_hosts
-from distkit.launch.launchers.horovodrun import HorovodrunCommand
-from distkit.launch.launchers.mpirun import MpirunCommand, mpi_version
+from distkit.launch.fleet import FleetRun, reachable
+from distkit.launch.hosts import Host, parse_host_lines, parse_hosts
+from distkit.launch.ssh import SshOptions
 
 __all__ = ["ElasticRun", "HostPool", "main"]
 
@@ -44,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         As :func:`distkit.launch.external.main`, of the last attempt.
     """
     options = _parse(argv)
-    run = ElasticRun(options, HostPool(_source(options), options.nproc))
+    ssh = SshOptions(options.ssh_port, options.ssh_identity, tuple(options.ssh_option))
+    run = ElasticRun(options, HostPool(_source(options), options.nproc, answering=lambda hosts: reachable(hosts, ssh)))
     catch_signals(run.handle)
     try:
         return run.run()
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m distkit.launch.elastic", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="The run's folder.")
-    parser.add_argument("--launcher", choices=("horovodrun", "mpirun"), required=True, help="What starts the ranks.")
+    parser.add_argument("--launcher", choices=tuple(LAUNCHERS), required=True, help="What starts the ranks.")
     parser.add_argument("--nproc", type=int, required=True, help="Processes on each host.")
     parser.add_argument("--min-nodes", type=int, default=1, help="Fewest hosts to run on.")
     parser.add_argument("--max-nodes", type=int, required=True, help="Most hosts to run on.")
@@ -70,6 +70,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--interface", help="Network interface between the hosts.")
     parser.add_argument("--ssh-port", type=int, help="Port of ssh there.")
     parser.add_argument("--ssh-identity", help="Private key for ssh.")
+    parser.add_argument("--ssh-option", action="append", default=[], help="A further option of ssh, as KEY=VALUE.")
+    parser.add_argument("--master-port", type=int, help="Port at which the hosts meet.")
+    parser.add_argument("--devices", action="append", default=[], help="Devices of a host, as HOST=0,1.")
     parser.add_argument("--export", default="", help="Variables for processes on other hosts, as A,B.")
     parser.add_argument("worker", nargs="+", help="What runs in each process, after --.")
     return parser.parse_args(argv)
@@ -112,23 +115,37 @@ class HostPool:
         source: Says which hosts there are.
         nproc: Room that a host must have.
         clock: Seconds.
+        answering: Says which of some hosts answer now.
     """
 
     def __init__(
-        self, source: Callable[[], tuple[Host, ...]], nproc: int, clock: Callable[[], float] = time.monotonic
+        self,
+        source: Callable[[], tuple[Host, ...]],
+        nproc: int,
+        clock: Callable[[], float] = time.monotonic,
+        answering: Callable[[list[str]], list[str]] = lambda hosts: hosts,
     ) -> None:
-        self._source, self._nproc, self._clock = source, nproc, clock
+        self._source, self._nproc, self._clock, self._answering = source, nproc, clock, answering
         self._out: dict[str, float] = {}
         self._strikes: dict[str, int] = {}
+        self._lost: set[str] = set()
 
     def usable(self) -> list[str]:
-        """Their names, in the source's order."""
+        """Their names, in the source's order. Those that were lost are asked whether they are back."""
         now = self._clock()
-        return [
+        listed = [
             host.name
             for host in self._source()
             if (host.slots is None or host.slots >= self._nproc) and self._out.get(host.name, 0.0) <= now
         ]
+        asked = [name for name in listed if name in self._lost]
+        if asked:
+            self._lost -= set(self._answering(asked))
+        return [name for name in listed if name not in self._lost]
+
+    def lose(self, names: Iterable[str]) -> None:
+        """These hosts are gone; they are usable again when they answer."""
+        self._lost |= set(names)
 
     def leave_out(self, name: str) -> float:
         """A rank died there: leave the host out for a minute, the next time for two, then four ... Returns seconds."""
@@ -149,7 +166,7 @@ class ElasticRun:
     def __init__(self, options: argparse.Namespace, pool: HostPool) -> None:
         self._options, self._pool = options, pool
         self._restarts, self._attempt = 0, 0
-        self._run: ExternalRun | None = None
+        self._run: Attempt | None = None
         self._stopped: int | None = None
         self._hosts: list[str] = []
         self._wanted: list[str] = []
@@ -171,18 +188,19 @@ class ElasticRun:
             if self._stopped is not None:
                 sys.stderr.write(f"distkit-run: stopped by {signal.Signals(self._stopped).name}\n")
                 return 128 + self._stopped
-            run = ExternalRun(self._options.run_dir, len(self._hosts) * self._options.nproc, self._options.grace_s)
-            self._run, self._leaving, self._wanted = run, False, self._hosts
+            self._leaving, self._wanted = False, self._hosts
+            run = self._run = begin(self._options, self._hosts, self._attempt)
             try:
-                run.start(*self._command())
                 status = run.wait(self._look_around)
             finally:
                 run.sweep()
+            if isinstance(run, FleetRun):
+                self._pool.lose(run.lost)
             if not self._goes_on(run, status):
                 return run.conclude(status)
             self._attempt += 1
 
-    def _goes_on(self, run: ExternalRun, status: int) -> bool:
+    def _goes_on(self, run: Attempt, status: int) -> bool:
         failures = run.failures()
         if self._stopped is not None or (status == 0 and not failures):
             return False
@@ -203,7 +221,7 @@ class ElasticRun:
         """Leave out a host whose rank died without a word, if enough others are there; an exception isn't its fault."""
         host = self._hosts[root.rank // self._options.nproc]
         others = [name for name in self._pool.usable() if name != host]
-        if root.record is None and len(others) >= max(1, self._options.min_nodes):
+        if root.record is None and not root.lost and len(others) >= max(1, self._options.min_nodes):
             self._say(f"{host} is left out for {self._pool.leave_out(host):g} s")
 
     def _enough_hosts(self) -> list[str]:
@@ -246,41 +264,6 @@ class ElasticRun:
         else:
             self._leaving = True
             self._run.leave()
-
-    def _command(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        """The launcher's command line for these hosts, and its variables."""
-        options, own = self._options, os.uname().nodename
-        local = all(is_this_host(name, own) for name in self._hosts)
-        interface = options.interface or ("lo" if local and sys.platform.startswith("linux") else None)
-        environ = {
-            "MASTER_ADDR": "127.0.0.1" if local else self._hosts[0],
-            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
-        }
-        if options.launcher == "horovodrun":
-            horovodrun = HorovodrunCommand(
-                python=sys.executable,
-                hosts=self._hosts,
-                nproc=options.nproc,
-                start_s=options.start_s,
-                interface=interface,
-                ssh_port=options.ssh_port,
-                ssh_identity=options.ssh_identity,
-                worker=options.worker,
-            )
-            return horovodrun.words(), environ
-        mpirun = MpirunCommand(
-            mpi=mpi_version() or "mpi",
-            hosts=self._hosts,
-            nproc=options.nproc,
-            root=os.geteuid() == 0,
-            cpu=visible_gpus(os.environ) == 0,
-            interface=interface,
-            ssh_port=options.ssh_port,
-            ssh_identity=options.ssh_identity,
-            export=list(dict.fromkeys([*(name for name in options.export.split(",") if name), *environ])),
-            worker=options.worker,
-        )
-        return mpirun.words(), {**environ, **mpirun.environment()}
 
     def _say(self, line: str) -> None:
         sys.stderr.write(f"distkit-run: {line}\n")

@@ -17,21 +17,18 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from distkit.errors import DistkitError, LaunchError
-from distkit.launch.failure import ErrorRecord, Failure, first_failure, log_path, record_path
-from distkit.launch.report import failure_report
+from distkit.launch.attempt import Attempt, catch_signals
+from distkit.launch.failure import ErrorRecord, Failure, log_path
+from distkit.launch.marked import is_worker, marked, sweep
 from distkit.launch.worker import LAUNCH_VARIABLE
 
-__all__ = ["ExternalRun", "catch_signals", "main"]
+__all__ = ["ExternalRun", "main"]
 
-_WORKER = [b"-m", b"distkit.launch.worker"]
-"""How a rank's own command line goes on after the interpreter; the launchers' contain it further behind."""
 _PREFIX = re.compile(r"^\[\d+\]<std(?:out|err)>: ?")
 """What horovodrun puts before each line (horovod/runner/common/util/safe_shell_exec.py, prefix_stream)."""
 
@@ -44,7 +41,6 @@ _ENDS = (
 _HYDRA_KILL = re.compile(r"^YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*\(signal (\d+)\)")
 """Hydra (MPICH 4.0.2) names the signal; the process id that it prints is that of any of the processes."""
 
-_SAME_KEYSTROKE_S = 0.3
 _AFTER_TERM_S = 5.0
 _ORPHANS_S = 2.0
 
@@ -72,17 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.sweep()
 
 
-def catch_signals(handle: Callable[[int], None]) -> None:
-    """Take over the signals that mean something to a run; those that the parent told us to ignore stay ignored."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        handle(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m distkit.launch.external", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="The run's folder.")
@@ -92,7 +77,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class ExternalRun:
+class ExternalRun(Attempt):
     """One run of a launcher, from its start to its end.
 
     Args:
@@ -102,19 +87,13 @@ class ExternalRun:
     """
 
     def __init__(self, run_dir: Path, processes: int, grace_s: float) -> None:
-        self._run_dir, self._processes, self._grace_s = run_dir, processes, grace_s
-        self._id = uuid.uuid4().hex
+        super().__init__(run_dir, processes, grace_s)
         self._child: subprocess.Popen[str] | None = None
         self._pipes: list[threading.Thread] = []
         self._ends: list[Failure] = []
-        self._times: dict[signal.Signals, float] = {}
-        self._logs = run_dir / "logs"
         self._begin = time.time()
         self._failed: float | None = None
         self._signal: signal.Signals | None = None
-        self._first: signal.Signals | None = None
-        self._kill_asked = self._killed = False
-        self._leave_asked: float | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         """Start it in a session of its own, so that the terminal's Ctrl-C comes through us alone.
@@ -126,19 +105,12 @@ class ExternalRun:
         Raises:
             LaunchError: The run's folder can't be made, or the launcher isn't there.
         """
-        try:
-            (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
-            for rank in range(self._processes):
-                record_path(self._run_dir, rank).unlink(missing_ok=True)
-        except OSError as error:
-            raise LaunchError(
-                f"the run's folder {str(self._run_dir)!r} can't be made: {error.strerror}", hint="--run-dir DIR"
-            ) from error
+        self.prepare()
         try:
             self._child = subprocess.Popen(
                 list(command),
                 # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
-                env={**os.environ, **(environ or {}), LAUNCH_VARIABLE: self._id, "TERM": "dumb"},
+                env={**os.environ, **(environ or {}), LAUNCH_VARIABLE: self.id, "TERM": "dumb"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -168,9 +140,7 @@ class ExternalRun:
         while self._child.poll() is None:
             time.sleep(0.05)
             meanwhile()
-            asked = self._leave_asked if self._first is None else self._times[self._first]
-            late = asked is not None and time.monotonic() > asked + self._grace_s
-            if (late or self._kill_asked or self._hangs_after_failure()) and not self._killed:
+            if (self.overdue() or self._kill_asked or self._hangs_after_failure()) and not self._killed:
                 self._kill()
         for thread in self._pipes:
             thread.join(2.0)  # longer only if a left-over process holds the pipe, which sweep() ends
@@ -184,43 +154,11 @@ class ExternalRun:
         if self._failed is None:
             return False
         since = time.monotonic() - self._failed
-        return since > self._grace_s or (since > _ORPHANS_S and not self._family(_is_worker))
-
-    def conclude(self, status: int) -> int:
-        """Say how the run ended; the exit status."""
-        failures = self.failures()
-        asked = [failure for failure in failures if failure.exit_status != 128 + (self._first or 0)]
-        if self._first is not None and (self._killed or not asked):
-            return self._say_stopped()
-        if status == 0 and not failures:
-            return 0
-        if not failures:
-            code = 128 - status if status < 0 else status
-            how = f"the launcher ended with exit status {code}"
-            if self._signal is not None:
-                code, how = 128 + self._signal, f"a rank was killed by {self._signal.name}"
-            sys.stderr.write(
-                f"distkit-run: {how}; what the launcher said is above, the ranks' logs are in {self._logs}\n"
-            )
-            return code
-        return self.report(failures).exit_status
-
-    def report(self, failures: Sequence[Failure], next_step: str = "") -> Failure:
-        """Say what failed first, and what next; the first failure."""
-        root = first_failure(failures)
-        others = sorted((f for f in failures if f.rank != root.rank), key=lambda f: (f.likely_time, f.rank))
-        sys.stderr.write(failure_report(root, others, processes=self._processes, next_step=next_step))
-        sys.stderr.flush()
-        return root
+        return since > self._grace_s or (since > _ORPHANS_S and not marked(self.id, is_worker))
 
     def sweep(self) -> None:
         """End everything that this launch started on this host and that still lives."""
-        deadline = time.monotonic() + _AFTER_TERM_S
-        while (left := self._family()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        sweep(self.id, _AFTER_TERM_S)
 
     def failures(self) -> list[Failure]:
         """The ranks' own records, and ends without one that the launcher told of; one a rank."""
@@ -233,13 +171,6 @@ class ExternalRun:
         for end in self._ends:
             found.setdefault(end.rank, end)
         return list(found.values())
-
-    def _say_stopped(self) -> int:
-        assert self._first is not None
-        how = "Ctrl-C (SIGINT)" if self._first == signal.SIGINT else self._first.name
-        killed = "; the processes were killed" if self._killed else ""
-        sys.stderr.write(f"distkit-run: stopped by {how}{killed}\n")
-        return 128 + self._first
 
     # -- output -----------------------------------------------------------------------------------------------------
 
@@ -272,32 +203,12 @@ class ExternalRun:
 
     # -- signals ----------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Ask the ranks to write a checkpoint and to end, without a signal from outside."""
-        self._leave_asked = self._leave_asked or time.monotonic()
-        self._send(signal.SIGUSR1)
-
-    def handle(self, number: int) -> None:
-        """A signal came: forward it once, begin the grace time; the second Ctrl-C ends all now."""
-        asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        now = time.monotonic()
-        before = self._times.get(asked)
-        if before is not None and now - before <= _SAME_KEYSTROKE_S:
-            return
-        if before is None:
-            self._times[asked] = now
-            if asked != signal.SIGUSR1:
-                self._first = self._first or asked
-            self._send(asked)
-        elif asked == signal.SIGINT:
-            self._kill_asked = True
-
     def _send(self, number: signal.Signals) -> None:
         """To the ranks on this host: they agree with the others. Where there is none, the launcher gets it.
 
         The launchers would end the ranks within seconds, in the middle of a checkpoint.
         """
-        workers = self._family(_is_worker)
+        workers = marked(self.id, is_worker)
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -309,32 +220,13 @@ class ExternalRun:
         self._killed = True
         self._child.terminate()  # it ends the ranks on other hosts
         deadline = time.monotonic() + _AFTER_TERM_S
-        for pid in self._family(_is_worker):
+        for pid in marked(self.id, is_worker):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         while self._child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
-
-    def _family(self, wanted: Callable[[list[bytes]], bool] = lambda words: True) -> list[int]:
-        """Living processes on this host that carry our mark (Linux: /proc)."""
-        mark = f"{LAUNCH_VARIABLE}={self._id}".encode()
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark not in (folder / "environ").read_bytes().split(b"\0"):
-                    continue
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if words[0] and wanted(words) and int(folder.name) != os.getpid():
-                found.append(int(folder.name))
-        return found
-
-
-def _is_worker(words: list[bytes]) -> bool:
-    return words[1:3] == _WORKER
 
 
 def _end_with_parent() -> None:

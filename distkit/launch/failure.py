@@ -98,6 +98,8 @@ class Failure:
         time: When, in seconds since the epoch.
         log: Path of its log file.
         record: Its own record, if it left one.
+        tail: The last lines of its log, where the log may be out of reach for who reports.
+        lost: What was noticed, if the host itself was lost with all its ranks, of which this is the first.
     """
 
     rank: int
@@ -106,6 +108,8 @@ class Failure:
     time: float
     log: str
     record: ErrorRecord | None = None
+    tail: tuple[str, ...] = ()
+    lost: str = ""
 
     @property
     def exit_status(self) -> int:
@@ -115,6 +119,8 @@ class Failure:
     @property
     def description(self) -> str:
         """How it ended, in a few words."""
+        if self.lost:
+            return self.lost
         if self.code < 0:
             return f"killed by {signal_name(-self.code)}"
         return f"exit status {self.code}"
@@ -134,13 +140,16 @@ class Failure:
     def from_json(cls, text: str) -> Failure:
         """Read it back."""
         fields = json.loads(text)
-        record = fields.pop("record")
-        return cls(**fields, record=None if record is None else ErrorRecord(**record))
+        record, tail = fields.pop("record"), tuple(fields.pop("tail", ()))
+        return cls(**fields, tail=tail, record=None if record is None else ErrorRecord(**record))
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
-    """The root cause: when one rank dies, the others lose their connection to it and fail a moment later."""
-    return min(failures, key=lambda failure: (failure.likely_time, failure.rank))
+    """The root cause: when one rank dies, the others lose their connection to it and fail a moment later.
+
+    The loss of a host is noticed late, and is never a consequence.
+    """
+    return min(failures, key=lambda failure: (not failure.lost, failure.likely_time, failure.rank))
 
 
 def remove_record(run_dir: Path, rank: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["usable_cores", "visible_gpus"]
+__all__ = ["mpi_version", "usable_cores", "visible_gpus"]
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 
@@ -52,3 +53,21 @@ def _installed_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def mpi_version(mpirun: str = "mpirun") -> str | None:
+    """``openmpi4.1.4``, ``mpich4.0.2``, ``intelmpi2021.9``, by what the launcher says of itself.
+
+    Returns:
+        None if it can't be run; ``mpi`` and the version for one that isn't known.
+    """
+    try:
+        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"(\d+\.\d+[\w.]*)", said)
+    number = found.group(1) if found else ""
+    for text, name in (("Open MPI", "openmpi"), ("Intel(R) MPI", "intelmpi"), ("HYDRA", "mpich"), ("mpich", "mpich")):
+        if text in said:
+            return name + number
+    return "mpi" + number

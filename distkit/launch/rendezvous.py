@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
 
 from distkit.errors import LaunchError
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "endpoint_rendezvous"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -112,3 +120,50 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """The stores end with the process."""
         return True
+
+
+def endpoint_rendezvous(config: LaunchConfig) -> RendezvousHandler:
+    """torch's own rendezvous at an endpoint: hosts come in any order and number, and those that are lost may return.
+
+    torch guesses from host names whether this host is the endpoint, and where none believes to be it, all wait for
+    each other; here the host that has the address is it. Each attempt's workers get a store of their own (see
+    :class:`Rendezvous`).
+
+    Args:
+        config: torchrun's settings.
+    """
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    settings = {**config.rdzv_configs, "is_host": _is_own_address(host)}
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{host}:{port}",
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=_address_towards(host, int(port)),
+            **settings,
+        )
+    )
+
+
+def _is_own_address(host: str) -> bool:
+    """Whether one of this host's interfaces has the address."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+        return True
+    except OSError:
+        return False
+
+
+def _address_towards(host: str, port: int) -> str | None:
+    """The address of this host that others see when it talks to another; None if that one isn't known."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError:
+        return None

@@ -23,7 +23,8 @@ def failure_report(root: Failure, others: Sequence[Failure], *, processes: int, 
     Returns:
         Several lines; the last are the root's own traceback, if it left one.
     """
-    lines = ["", f"distkit-run: rank {root.rank} of {processes} failed on {root.host} ({root.description}){next_step}"]
+    what = root.host if root.lost else f"rank {root.rank} of {processes} failed on {root.host}"
+    lines = ["", f"distkit-run: {what} ({root.description}){next_step}"]
     lines.append(f"  log: {root.log}")
     if root.code == -9:
         lines.append("  SIGKILL came from outside; when memory runs out, the kernel sends it (see: dmesg | tail)")
@@ -35,7 +36,7 @@ def failure_report(root: Failure, others: Sequence[Failure], *, processes: int, 
     elif root.record is not None and root.record.message:
         lines += ["", f"{root.record.type}: {root.record.message}"]
     else:
-        tail = last_lines(root.log)
+        tail = root.tail or last_lines(root.log)
         lines += (
             ["", "it left no traceback; the last lines of its log:", *(f"  | {line}" for line in tail)] if tail else []
         )

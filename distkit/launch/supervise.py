@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from distkit.errors import LaunchError
-from distkit.launch.failure import ErrorRecord, Failure, first_failure, log_path, remove_record
+from distkit.launch.failure import ErrorRecord, Failure, first_failure, last_lines, log_path, remove_record
 from distkit.launch.nodes import Nodes
 from distkit.launch.processes import CAN_WATCH, Workers
 from distkit.launch.report import failure_report
@@ -148,7 +148,9 @@ class WorkerAgent(LocalElasticAgent):
         return found
 
     def _failure(self, rank: int, code: int, when: float, record: ErrorRecord | None) -> Failure:
-        return Failure(rank, self._host, code, when, str(log_path(self._run_dir, rank)), record)
+        log = log_path(self._run_dir, rank)
+        tail = () if record is not None and record.traceback else tuple(last_lines(log))
+        return Failure(rank, self._host, code, when, str(log), record, tail)
 
     def _conclude(self, result: RunResult) -> RunResult:
         """Sort the failures of an attempt that ended; say so when another attempt follows."""

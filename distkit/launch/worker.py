@@ -23,13 +23,16 @@ from distkit.errors import DistkitError
 from distkit.launch.failure import ErrorRecord, record_path
 from distkit.launch.output import RankOutput, redirect
 
-__all__ = ["AGENT_VARIABLE", "LAUNCH_VARIABLE", "main"]
+__all__ = ["AGENT_VARIABLE", "ATTEMPT_VARIABLE", "LAUNCH_VARIABLE", "main"]
 
 AGENT_VARIABLE = "DISTKIT_AGENT_PID"
 """Process id of the agent; a worker whose parent is another process has been orphaned already."""
 
 LAUNCH_VARIABLE = "DISTKIT_LAUNCH_ID"
 """Set where horovodrun or mpirun stands between this process and distkit-run; what the launch started has it in common."""
+
+ATTEMPT_VARIABLE = "DISTKIT_ATTEMPT"
+"""How many attempts the launcher made before; torchrun's agent counts its own besides."""
 
 _END_WITHIN_S = 10.0
 """A rank that failed and can't end (a thread, a hanging process group) is ended after this time."""
@@ -77,7 +80,8 @@ class _Process:
 
     def header(self) -> str:
         """The line that begins an attempt in the log."""
-        size, attempt = _variable("SIZE", "1"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        size = _variable("SIZE", "1")
+        attempt = sum(int(os.environ.get(name) or 0) for name in (ATTEMPT_VARIABLE, "TORCHELASTIC_RESTART_COUNT"))
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         return f"rank {self.rank} of {size}, {self.host}, process {os.getpid()}, attempt {attempt}, {now}"
 

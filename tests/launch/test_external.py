@@ -16,9 +16,11 @@ import pytest
 
 from distkit.config.launchline import VARIABLE
 from distkit.errors import LaunchError, StrategyUnavailable
+from distkit.launch.build import build_plan
+from distkit.launch.hardware import mpi_version
 from distkit.launch.hosts import Host, parse_hosts, read_hostfile
-from distkit.launch.launchers.mpirun import mpi_version
-from distkit.launch.plan import LaunchOptions, LaunchPlan, Machine, build_plan
+from distkit.launch.machine import Machine
+from distkit.launch.plan import LaunchOptions, LaunchPlan
 from tests.launch.support import COMMAND, Launch, wait_until
 
 needs_horovod = pytest.mark.skipif(
@@ -130,7 +132,7 @@ def test_secrets_are_masked(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launcher": "torchrun", "hosts": "a,b"}, "--launcher horovodrun"),
+        ({"launcher": "torchrun", "interface": "eth0"}, "--hosts H0,H1"),
         ({"launcher": "mpirun", "hosts": "a,b", "nnodes": 3}, "--nnodes 2"),
         ({"launcher": "mpirun", "nnodes": 2}, "--hosts host0,host1"),
         ({"launcher": "mpirun", "hosts": "a:2,b:4", "nproc": "3"}, "a has room for 2"),

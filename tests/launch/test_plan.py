@@ -11,8 +11,10 @@ import pytest
 from distkit.config import load_config
 from distkit.config.launchline import VARIABLE, LaunchSettings
 from distkit.errors import ConfigError, LaunchError
+from distkit.launch.build import build_plan
 from distkit.launch.hardware import visible_gpus
-from distkit.launch.plan import LaunchOptions, LaunchPlan, Machine, build_plan
+from distkit.launch.machine import Machine
+from distkit.launch.plan import LaunchOptions, LaunchPlan
 from distkit.launch.ports import derive_port
 
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-__all__ = ["HorovodrunCommand"]
+from distkit.errors import StrategyUnavailable
+from distkit.launch.launchers.base import ON_HOSTS, Commands, Launcher, Request
+from distkit.launch.ssh import check_words
+
+if TYPE_CHECKING:
+    from distkit.launch.hosts import Host
+    from distkit.launch.machine import Machine
+    from distkit.launch.plan import LaunchOptions
+
+__all__ = ["HorovodrunCommand", "HorovodrunLauncher"]
 
 
 @dataclass(frozen=True)
@@ -48,3 +59,42 @@ class HorovodrunCommand:
             *(("--ssh-identity-file", self.ssh_identity) if self.ssh_identity else ()),
             *self.worker,
         )
+
+
+class HorovodrunLauncher(Launcher):
+    """horovodrun with Gloo; it works with every strategy."""
+
+    name = "horovodrun"
+    over_ssh = True
+    takes = ON_HOSTS - {"ssh_options"}
+
+    def check(self, options: LaunchOptions, hosts: Sequence[Host], machine: Machine) -> None:
+        """As the base says; Horovod must be installed."""
+        super().check(options, hosts, machine)
+        check_words({"--interface": options.interface, "--ssh-identity": options.ssh_identity})
+        if find_spec("horovod") is None:
+            raise StrategyUnavailable(
+                "--launcher horovodrun was set, but Horovod is not installed",
+                hint="python -m distkit.doctor.horovod_build   (in a checkout: scripts/install-horovod)",
+            )
+        if find_spec("distutils") is None:  # horovod/runner/js_run.py imports it; Python 3.12 dropped it
+            raise StrategyUnavailable(
+                "horovodrun needs distutils, which this Python has no more; setuptools brings it",
+                hint="pip install setuptools   or --launcher torchrun",
+            )
+
+    def commands(self, request: Request) -> Commands:
+        """horovodrun under our supervision."""
+        options, machine = request.options, request.machine
+        local = not request.hosts and machine.system.startswith("linux")
+        words = HorovodrunCommand(
+            python=machine.python,
+            hosts=[host.name for host in request.hosts],
+            nproc=request.nproc,
+            start_s=request.start_s,
+            interface=options.interface or ("lo" if local else None),
+            ssh_port=options.ssh_port,
+            ssh_identity=options.ssh_identity,
+            worker=(machine.python, *request.worker),
+        ).words()
+        return Commands((request.supervised(self.name, words, request.meeting()),))

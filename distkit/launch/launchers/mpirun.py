@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["MpirunCommand", "mpi_version"]
+from distkit.errors import StrategyUnavailable
+from distkit.launch.exports import exported_names
+from distkit.launch.launchers.base import ON_HOSTS, Commands, Launcher, Request
+from distkit.launch.ssh import SshOptions, check_words
 
+if TYPE_CHECKING:
+    from distkit.launch.hosts import Host
+    from distkit.launch.machine import Machine
+    from distkit.launch.plan import LaunchOptions
 
-def mpi_version(mpirun: str = "mpirun") -> str | None:
-    """``openmpi4.1.4``, ``mpich4.0.2``, ``intelmpi2021.9``, by what the launcher says of itself.
-
-    Returns:
-        None if it can't be run; ``mpi`` and the version for one that isn't known.
-    """
-    try:
-        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(r"(\d+\.\d+[\w.]*)", said)
-    number = found.group(1) if found else ""
-    for text, name in (("Open MPI", "openmpi"), ("Intel(R) MPI", "intelmpi"), ("HYDRA", "mpich"), ("mpich", "mpich")):
-        if text in said:
-            return name + number
-    return "mpi" + number
+__all__ = ["MpirunCommand", "MpirunLauncher"]
 
 
 @dataclass(frozen=True)
@@ -34,14 +25,13 @@ class MpirunCommand:
     """What mpirun's command line depends on.
 
     Args:
-        mpi: Which MPI it is, from :func:`mpi_version`.
+        mpi: Which MPI it is, from :func:`distkit.launch.hardware.mpi_version`.
         hosts: Names of the hosts; empty is this one.
         nproc: Processes on each host.
         root: Whether the user is root, which Open MPI must be told is meant.
         cpu: Whether the processes compute on the CPU.
         interface: Network interface to use; None lets MPI choose.
-        ssh_port: Port of ssh on the other hosts; None is ssh's own.
-        ssh_identity: Private key for ssh; None is ssh's own.
+        ssh: Options of ssh to the other hosts.
         export: Names of variables that the processes on other hosts get too.
         worker: What runs in each process.
     """
@@ -52,8 +42,7 @@ class MpirunCommand:
     root: bool
     cpu: bool
     interface: str | None
-    ssh_port: int | None
-    ssh_identity: str | None
+    ssh: SshOptions
     export: Sequence[str]
     worker: Sequence[str]
 
@@ -94,5 +83,40 @@ class MpirunCommand:
         )
 
     def _ssh(self) -> str:
-        port = ["-p", str(self.ssh_port)] if self.ssh_port else []
-        return shlex.join([*port, *(["-i", self.ssh_identity] if self.ssh_identity else [])])
+        return shlex.join(self.ssh.words())
+
+
+class MpirunLauncher(Launcher):
+    """Open MPI's mpirun, or Hydra; it works with every strategy."""
+
+    name = "mpirun"
+    over_ssh = True
+    takes = ON_HOSTS
+
+    def check(self, options: LaunchOptions, hosts: Sequence[Host], machine: Machine) -> None:
+        """As the base says; mpirun must be there."""
+        super().check(options, hosts, machine)
+        check_words({"--interface": options.interface, "--ssh-identity": options.ssh_identity})
+        if machine.mpi() is None:
+            raise StrategyUnavailable(
+                "--launcher mpirun was set, but mpirun is not there",
+                hint="apt-get install openmpi-bin libopenmpi-dev   (or: module load openmpi), or --launcher torchrun",
+            )
+
+    def commands(self, request: Request) -> Commands:
+        """mpirun under our supervision."""
+        options, machine = request.options, request.machine
+        local = not request.hosts and machine.system.startswith("linux")
+        environment = request.meeting()
+        command = MpirunCommand(
+            mpi=machine.mpi() or "mpi",
+            hosts=[host.name for host in request.hosts],
+            nproc=request.nproc,
+            root=machine.root,
+            cpu=machine.gpus() == 0,
+            interface=options.interface or ("lo" if local else None),
+            ssh=SshOptions(options.ssh_port, options.ssh_identity, options.ssh_options),
+            export=exported_names(machine.environ, [*request.environment, *environment], options.export),
+            worker=(machine.python, *request.worker),
+        )
+        return Commands((request.supervised(self.name, command.words(), {**environment, **command.environment()}),))
