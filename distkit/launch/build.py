@@ -21,12 +21,13 @@ from distkit.launch.choosing import choose_launcher
 from distkit.launch.launchers import launcher_of
 from distkit.launch.launchers.base import Request, is_elastic
 from distkit.launch.placing import hosts_of, nodes_of, processes_on_each
-from distkit.launch.plan import LaunchOptions, LaunchPlan
+from distkit.launch.plan import HostChecks, LaunchOptions, LaunchPlan
 from distkit.logs.trackers import check_trackers
 
 if TYPE_CHECKING:
     from distkit.config import LoadedConfig
     from distkit.launch.hosts import Host
+    from distkit.launch.launchers.base import Launcher
     from distkit.launch.machine import Machine
     from distkit.strategies.base import Strategy
 
@@ -92,6 +93,31 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
         (*notes, *commands.notes),
         commands.files,
         tuple(host.name for host in hosts),
+        _checks(options, launcher, hosts, loaded, machine, target),
+    )
+
+
+def _checks(
+    options: LaunchOptions,
+    launcher: Launcher,
+    hosts: tuple[Host, ...],
+    loaded: LoadedConfig,
+    machine: Machine,
+    target: str,
+) -> HostChecks | None:
+    """What hosts that are started over ssh must have."""
+    if not hosts or "ssh_port" not in launcher.takes:
+        return None
+    device = loaded.config.device
+    return HostChecks(
+        directory=str(machine.directory),
+        target=None if options.module else target,
+        cuda=device == "cuda" or (device == "auto" and machine.gpus() > 0),
+        least=options.min_nodes or len(hosts),
+        interface=options.interface,
+        ssh_port=options.ssh_port,
+        ssh_identity=options.ssh_identity,
+        ssh_options=options.ssh_options,
     )
 
 

@@ -5,9 +5,8 @@ Nothing heavy is imported here, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -134,6 +133,7 @@ def run(
       distkit-run -s ddp --nproc 4 --nnodes 2 --node-rank 0 --master-addr host0 --run-dir runs/two train.py
     """
     from distkit.launch.build import build_plan
+    from distkit.launch.execute import execute
     from distkit.launch.machine import Machine
     from distkit.launch.plan import LaunchOptions
 
@@ -174,7 +174,8 @@ def run(
         if dry_run:
             _print(plan, as_json)
         else:
-            _execute(plan)
+            _say(plan)
+            execute(plan)
     except DistkitError as error:
         sys.stderr.write(f"distkit-run: {error}\n")
         raise typer.Exit(2) from error
@@ -215,6 +216,8 @@ def _print(plan: LaunchPlan, as_json: bool) -> None:
         sys.stdout.write(json.dumps(plan.as_dict(), indent=2) + "\n")
         return
     _say(plan)
+    for file in plan.files:
+        sys.stdout.write(f"# {file.path}\n{file.text}\n")
     for host in plan.hosts:
         line = host.shell()
         sys.stdout.write(line + "\n")
@@ -226,14 +229,6 @@ def _say(plan: LaunchPlan) -> None:
     for line in (plan.summary(), *plan.notes):
         sys.stderr.write(f"distkit-run: {line}\n")
     sys.stderr.flush()
-
-
-def _execute(plan: LaunchPlan) -> NoReturn:
-    """Become the plan's command on this host; signals then reach the agent itself."""
-    _say(plan)
-    (host,) = plan.hosts
-    os.chdir(host.directory)
-    os.execvpe(host.command[0], list(host.command), {**os.environ, **host.environment})
 
 
 if __name__ == "__main__":

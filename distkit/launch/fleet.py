@@ -38,6 +38,7 @@ class _Part:
     """One host of the attempt."""
 
     host: str
+    mark: str
     first_rank: int
     process: subprocess.Popen[str]
     pipes: list[threading.Thread] = field(default_factory=list)
@@ -92,7 +93,8 @@ class FleetRun(Attempt):
         self.prepare()
         own = os.uname().nodename
         for place, host in enumerate(self._hosts):
-            variables = {**environments[place], LAUNCH_VARIABLE: self.id}
+            mark = f"{self.id}.{place}"
+            variables = {**environments[place], LAUNCH_VARIABLE: mark}
             order = Order(str(Path.cwd()), tuple(commands[place]), variables, self._grace_s, _SILENCE_S)
             program = [python, "-m", "distkit.launch.remote"]
             words = program if is_this_host(host, own) else self._ssh.command(host, program)
@@ -111,7 +113,7 @@ class FleetRun(Attempt):
                 raise LaunchError(
                     f"{words[0]!r} can't be started: {error.strerror}", hint="apt-get install openssh-client"
                 ) from error
-            part = _Part(host, place * self._nproc, process)
+            part = _Part(host, mark, place * self._nproc, process)
             self._parts.append(part)
             self._write(part, order.to_json())
             for source, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -138,7 +140,15 @@ class FleetRun(Attempt):
                 self._end_rest(0.0)
             if self._ending is not None and time.monotonic() > self._ending + self._end_s:
                 self._close_rest()
+        self._say_when()
         return next((part.ended for part in self._parts if part.ended), 0)
+
+    def _say_when(self) -> None:
+        """How long the end took, once a host was lost."""
+        lost = [part for part in self._parts if part.lost]
+        if lost and len(lost) < len(self._parts):
+            seconds = time.time() - min(part.noticed for part in lost)
+            sys.stderr.write(f"distkit-run: the processes on the other hosts ended {seconds:.1f} s after that\n")
 
     def failures(self) -> list[Failure]:
         """What the agents told, and the hosts that were lost."""
@@ -155,9 +165,7 @@ class FleetRun(Attempt):
     def sweep(self) -> None:
         """End what still lives, on hosts too whose agent can't be asked any more."""
         self._close_rest()
-        left = [part.host for part in self._parts if part.ended is None]
-        if left:
-            sweep_hosts(left, self.id, self._ssh)
+        sweep_hosts([(part.host, part.mark) for part in self._parts if part.ended is None], self._ssh)
 
     # -- one host -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +225,7 @@ class FleetRun(Attempt):
     # -- lines --------------------------------------------------------------------------------------------------------
 
     def _pass_on(self, part: _Part, source: IO[str], screen: IO[str]) -> None:
-        mark = mark_of(self.id)
+        mark = mark_of(part.mark)
         for line in source:
             if line.startswith(mark):
                 self._note(part, line[len(mark) :])
@@ -272,15 +280,20 @@ def reachable(hosts: Sequence[str], ssh: SshOptions) -> list[str]:
         return [host for host, there in zip(hosts, pool.map(answers, hosts), strict=True) if there]
 
 
-def sweep_hosts(hosts: Sequence[str], mark: str, ssh: SshOptions) -> None:
-    """End what a launch left on other hosts, where they answer."""
-    own = os.uname().nodename
-    program = [sys.executable, "-m", "distkit.launch.marked", mark]
+def sweep_hosts(marks: Sequence[tuple[str, str]], ssh: SshOptions) -> None:
+    """End what a launch left on other hosts, where they answer.
 
-    def on(host: str) -> None:
-        words = program if is_this_host(host, own) else ssh.command(host, program)
+    Args:
+        marks: Hosts, and the marks of the processes there.
+        ssh: How hosts are reached.
+    """
+    own = os.uname().nodename
+
+    def on(place: tuple[str, str]) -> None:
+        program = [sys.executable, "-m", "distkit.launch.marked", place[1]]
+        words = program if is_this_host(place[0], own) else ssh.command(place[0], program)
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(words, capture_output=True, timeout=3 * CONNECT_S, check=False, stdin=subprocess.DEVNULL)
 
-    with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as pool:
-        list(pool.map(on, hosts))
+    with ThreadPoolExecutor(max(1, min(32, len(marks)))) as pool:
+        list(pool.map(on, marks))

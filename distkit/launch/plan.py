@@ -13,7 +13,7 @@ from typing import Any
 from distkit.config.launchline import LaunchSettings
 from distkit.masking import mask_environment, mask_text
 
-__all__ = ["HostPlan", "LaunchOptions", "LaunchPlan", "PlannedFile"]
+__all__ = ["HostChecks", "HostPlan", "LaunchOptions", "LaunchPlan", "PlannedFile"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,31 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
+class HostChecks:
+    """What is looked at on every host before anything is started.
+
+    Args:
+        directory: The working directory.
+        target: The script's path; None for a module.
+        cuda: Whether each process needs a GPU.
+        least: Fewest hosts that must be fit.
+        interface: Network interface that must be there.
+        ssh_port: Port of ssh there.
+        ssh_identity: Private key for ssh.
+        ssh_options: Further options of ssh.
+    """
+
+    directory: str
+    target: str | None
+    cuda: bool
+    least: int
+    interface: str | None
+    ssh_port: int | None
+    ssh_identity: str | None
+    ssh_options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """All that a launch does.
 
@@ -133,6 +158,7 @@ class LaunchPlan:
         notes: Lines for people that say what was chosen and why.
         files: Written before anything starts.
         places: Names of the hosts on which processes run; empty is this one, or the scheduler's choice.
+        checks: What these hosts must have; None where nothing is looked at.
     """
 
     strategy: str | None
@@ -144,6 +170,7 @@ class LaunchPlan:
     notes: tuple[str, ...] = field(default=())
     files: tuple[PlannedFile, ...] = field(default=())
     places: tuple[str, ...] = field(default=())
+    checks: HostChecks | None = None
 
     @property
     def processes(self) -> int:

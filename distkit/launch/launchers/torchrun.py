@@ -180,8 +180,7 @@ class TorchrunLauncher(Launcher):
         host = request.supervised(
             self.name, (), {} if options.interface is None else request.network(), always_elastic=True, repeats=repeats
         )
-        names = ", ".join(host.name for host in request.hosts)
-        return Commands((host,), notes=(f"starting over ssh on {names or 'the hosts that --host-discovery names'}",))
+        return Commands((host,))
 
 
 def _refuse(options: LaunchOptions, fields: frozenset[str] | set[str], because: str, hint: str) -> None:
