@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from distkit.errors import LaunchError
-from distkit.launch.failure import Failure, first_failure, record_path
+from distkit.launch.failure import ErrorRecord, Failure, first_failure, log_path, record_path
 from distkit.launch.report import failure_report
 
 __all__ = ["Attempt", "catch_signals"]
@@ -77,6 +77,16 @@ class Attempt(ABC):
     @abstractmethod
     def failures(self) -> list[Failure]:
         """What is known of ranks that failed; one a rank."""
+
+    def recorded(self) -> list[Failure]:
+        """The failures of which the ranks themselves left a record in the run's folder."""
+        found = []
+        for rank in range(self._processes):
+            record = ErrorRecord.read(self._run_dir, rank)
+            if record is not None:
+                log = str(log_path(self._run_dir, rank))
+                found.append(Failure(rank, record.host, record.exit_code, record.time, log, record))
+        return found
 
     @abstractmethod
     def sweep(self) -> None:

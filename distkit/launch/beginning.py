@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from distkit.launch.attempt import Attempt
 from distkit.launch.exports import exported
@@ -13,14 +15,16 @@ from distkit.launch.external import ExternalRun
 from distkit.launch.fleet import FleetRun
 from distkit.launch.hardware import mpi_version, visible_gpus
 from distkit.launch.hosts import is_this_host
+from distkit.launch.launchers.deepspeed import DeepspeedCommand
 from distkit.launch.launchers.horovodrun import HorovodrunCommand
 from distkit.launch.launchers.mpirun import MpirunCommand
+from distkit.launch.launchers.slurm import step_command
 from distkit.launch.launchers.torchrun import HostCommand
 from distkit.launch.ports import derive_port
 from distkit.launch.ssh import SshOptions
-from distkit.launch.worker import ATTEMPT_VARIABLE
+from distkit.launch.worker import ATTEMPT_VARIABLE, LAUNCH_VARIABLE, write_order
 
-__all__ = ["LAUNCHERS", "begin"]
+__all__ = ["LAUNCHERS", "begin", "tidy"]
 
 
 def begin(options: argparse.Namespace, hosts: Sequence[str], number: int) -> Attempt:
@@ -99,18 +103,67 @@ def _mpirun(options: argparse.Namespace, hosts: Sequence[str], number: int) -> A
     return _external(options, hosts, command.words(), {**meeting, **command.environment()})
 
 
+def _slurm(options: argparse.Namespace, hosts: Sequence[str], number: int) -> Attempt:
+    words = step_command(os.environ, hosts, options.nproc, options.worker)
+    run = ExternalRun(options.run_dir, len(hosts) * options.nproc, options.grace_s)
+    run.start(words, _meeting(hosts, number))
+    return run
+
+
+def _deepspeed(options: argparse.Namespace, hosts: Sequence[str], number: int) -> Attempt:
+    """DeepSpeed's launcher asks for files: the hosts, and what the processes are told."""
+    folder = Path(options.run_dir, "launch")
+    chosen = dict(text.split("=", 1) for text in options.devices)
+    devices = {
+        host: [int(n) for n in chosen[host].split(",")] if host in chosen else list(range(options.nproc))
+        for host in hosts
+    }
+    command = DeepspeedCommand(
+        python=sys.executable,
+        hosts=devices,
+        address="127.0.0.1" if _local(hosts) else hosts[0],
+        port=(options.master_port or derive_port(str(options.run_dir))) + number,
+        ssh_port=options.ssh_port,
+        order=_order(options),
+    )
+    values = {**exported(os.environ, options.export.split(",")), ATTEMPT_VARIABLE: str(number)}
+    write_order(command.order, options.worker[3:], values)
+    (folder / "hostfile").write_text(command.hostfile(), encoding="utf-8")
+    if _local(hosts) or shutil.which("pdsh") is None:
+        fleet = FleetRun(options.run_dir, hosts, options.nproc, options.grace_s, _ssh(options), agents=False)
+        fleet.start([command.on(place) for place in range(len(hosts))], [values] * len(hosts), sys.executable)
+        return fleet
+    run = ExternalRun(options.run_dir, len(hosts) * options.nproc, options.grace_s, hosts, _ssh(options))
+    marks = folder / "deepspeed.env"
+    marks.write_text(f"{LAUNCH_VARIABLE}={run.id}", encoding="utf-8")  # a line's end would be taken as its value's
+    ssh = " ".join(_ssh(options).words())
+    run.start(command.over_pdsh(folder / "hostfile"), {"DS_ENV_FILE": str(marks), "PDSH_SSH_ARGS_APPEND": ssh})
+    return run
+
+
 LAUNCHERS: dict[str, Callable[[argparse.Namespace, Sequence[str], int], Attempt]] = {
     "torchrun": _torchrun,
     "horovodrun": _horovodrun,
     "mpirun": _mpirun,
+    "deepspeed": _deepspeed,
+    "slurm": _slurm,
 }
 """Those that can make several attempts."""
+
+
+def tidy(options: argparse.Namespace) -> None:
+    """Remove what an attempt left that nobody should read later: the variables of its processes."""
+    _order(options).unlink(missing_ok=True)
+
+
+def _order(options: argparse.Namespace) -> Path:
+    return Path(options.run_dir, "launch", "order.json")
 
 
 def _external(
     options: argparse.Namespace, hosts: Sequence[str], words: Sequence[str], environ: dict[str, str]
 ) -> Attempt:
-    run = ExternalRun(options.run_dir, len(hosts) * options.nproc, options.grace_s)
+    run = ExternalRun(options.run_dir, len(hosts) * options.nproc, options.grace_s, hosts, _ssh(options))
     run.start(words, environ)
     return run
 

@@ -81,6 +81,7 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
         start_s=loaded.config.timeouts.start_s,
         grace_s=loaded.config.timeouts.grace_s,
         environment={VARIABLE: settings.to_json(), **_environment(options, hosts, loaded, machine, nproc)},
+        requeue=loaded.config.checkpoint.requeue,
     )
     commands = launcher.commands(request)
     return LaunchPlan(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from distkit.errors import DistkitError, LaunchError
 from distkit.launch.attempt import Attempt, catch_signals
-from distkit.launch.beginning import LAUNCHERS, begin
+from distkit.launch.beginning import LAUNCHERS, begin, tidy
 from distkit.launch.failure import Failure
 from distkit.launch.fleet import FleetRun, reachable
 from distkit.launch.hosts import Host, parse_host_lines, parse_hosts
@@ -194,6 +194,7 @@ class ElasticRun:
                 status = run.wait(self._look_around)
             finally:
                 run.sweep()
+                tidy(self._options)
             if isinstance(run, FleetRun):
                 self._pool.lose(run.lost)
             if not self._goes_on(run, status):

@@ -23,8 +23,11 @@ from typing import IO
 
 from distkit.errors import DistkitError, LaunchError
 from distkit.launch.attempt import Attempt, catch_signals
-from distkit.launch.failure import ErrorRecord, Failure, log_path
+from distkit.launch.failure import Failure, log_path
+from distkit.launch.fleet import sweep_hosts
+from distkit.launch.hosts import is_this_host
 from distkit.launch.marked import is_worker, marked, sweep
+from distkit.launch.ssh import SshOptions
 from distkit.launch.worker import LAUNCH_VARIABLE
 
 __all__ = ["ExternalRun", "main"]
@@ -34,9 +37,14 @@ _PREFIX = re.compile(r"^\[\d+\]<std(?:out|err)>: ?")
 
 _ENDS = (
     re.compile(r"^Process (?P<rank>\d+) exit with status code (?P<status>\d+)\."),
+    re.compile(r"^srun: error: (?P<host>[^:]+): task (?P<rank>\d+): Exited with exit code (?P<status>\d+)"),
+    re.compile(r"^srun: error: (?P<host>[^:]+): task (?P<rank>\d+): (?P<how>[A-Z][a-z ]+?)(?: \(core dumped\))?$"),
     re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
 )
-"""How horovodrun (gloo_run.py) and Open MPI's mpirun say that a process ended, which is how a kill becomes known."""
+"""How horovodrun (gloo_run.py), Slurm's srun and Open MPI's mpirun say that a process ended, which is how a kill becomes known."""
+
+_SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+"""By the words that srun has for them."""
 
 _HYDRA_KILL = re.compile(r"^YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*\(signal (\d+)\)")
 """Hydra (MPICH 4.0.2) names the signal; the process id that it prints is that of any of the processes."""
@@ -56,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         after Ctrl-C and 143 after SIGTERM, unless the ranks ended with a status of their own.
     """
     options = _parse(argv)
-    run = ExternalRun(options.run_dir, options.processes, options.grace_s)
+    ssh = SshOptions(options.ssh_port, options.ssh_identity, tuple(options.ssh_option))
+    run = ExternalRun(options.run_dir, options.processes, options.grace_s, options.host, ssh)
     catch_signals(run.handle)
     try:
         run.start(options.command)
@@ -73,6 +82,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True, help="The run's folder.")
     parser.add_argument("--grace-s", type=float, default=30.0, help="Seconds between asking ranks to end and killing.")
     parser.add_argument("--processes", type=int, required=True, help="Number of ranks in all.")
+    parser.add_argument("--host", action="append", default=[], help="A host on which something may be left to end.")
+    parser.add_argument("--ssh-port", type=int, help="Port of ssh there.")
+    parser.add_argument("--ssh-identity", help="Private key for ssh.")
+    parser.add_argument("--ssh-option", action="append", default=[], help="A further option of ssh, as KEY=VALUE.")
     parser.add_argument("command", nargs="+", help="The launcher's command line, after --.")
     return parser.parse_args(argv)
 
@@ -84,10 +97,21 @@ class ExternalRun(Attempt):
         run_dir: The run's folder.
         processes: Number of ranks.
         grace_s: Between asking ranks to end and killing them, in seconds.
+        hosts: Hosts that the launcher reaches over ssh, on which something may be left to end.
+        ssh: How they are reached.
     """
 
-    def __init__(self, run_dir: Path, processes: int, grace_s: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        processes: int,
+        grace_s: float,
+        hosts: Sequence[str] = (),
+        ssh: SshOptions | None = None,
+    ) -> None:
         super().__init__(run_dir, processes, grace_s)
+        self._hosts = [host for host in hosts if not is_this_host(host, os.uname().nodename)]
+        self._ssh = ssh or SshOptions()
         self._child: subprocess.Popen[str] | None = None
         self._pipes: list[threading.Thread] = []
         self._ends: list[Failure] = []
@@ -157,17 +181,14 @@ class ExternalRun(Attempt):
         return since > self._grace_s or (since > _ORPHANS_S and not marked(self.id, is_worker))
 
     def sweep(self) -> None:
-        """End everything that this launch started on this host and that still lives."""
+        """End everything that this launch started and that still lives; on other hosts unless all ended well."""
         sweep(self.id, _AFTER_TERM_S)
+        if self._hosts and self._child is not None and self._child.returncode != 0:
+            sweep_hosts([(host, self.id) for host in self._hosts], self._ssh)
 
     def failures(self) -> list[Failure]:
         """The ranks' own records, and ends without one that the launcher told of; one a rank."""
-        found: dict[int, Failure] = {}
-        for rank in range(self._processes):
-            record = ErrorRecord.read(self._run_dir, rank)
-            if record is not None:
-                log = str(log_path(self._run_dir, rank))
-                found[rank] = Failure(rank, record.host, record.exit_code, record.time, log, record)
+        found = {failure.rank: failure for failure in self.recorded()}
         for end in self._ends:
             found.setdefault(end.rank, end)
         return list(found.values())
@@ -193,7 +214,9 @@ class ExternalRun(Attempt):
             values = match.groupdict()
             status = int(values.get("status") or 0)
             rank, host = int(values["rank"]), values.get("host") or os.uname().nodename
-            if values.get("signal"):  # mpirun says so at the end, but only of the first process that ended badly
+            if values.get("how"):
+                code, when = -_SIGNALS.get(values["how"], signal.SIGKILL), time.time()
+            elif values.get("signal"):  # mpirun says so at the end, but only of the first process that ended badly
                 code, when = -int(values["signal"]), self._begin
             else:
                 code, when = (128 - status if 128 < status < 128 + signal.NSIG else status), time.time()

@@ -60,11 +60,14 @@ class FleetRun(Attempt):
         nproc: Processes on each.
         grace_s: Between asking ranks to end and killing them, in seconds.
         ssh: How hosts are reached.
+        agents: Whether agents of ours run there; others don't pass signals on to their ranks, and tell no failures.
     """
 
-    def __init__(self, run_dir: Path, hosts: Sequence[str], nproc: int, grace_s: float, ssh: SshOptions) -> None:
+    def __init__(
+        self, run_dir: Path, hosts: Sequence[str], nproc: int, grace_s: float, ssh: SshOptions, *, agents: bool = True
+    ) -> None:
         super().__init__(run_dir, len(hosts) * nproc, grace_s)
-        self._hosts, self._nproc, self._ssh = list(hosts), nproc, ssh
+        self._hosts, self._nproc, self._ssh, self._agents = list(hosts), nproc, ssh, agents
         self._parts: list[_Part] = []
         self._told: dict[int, Failure] = {}
         self._spoke = 0.0
@@ -95,7 +98,7 @@ class FleetRun(Attempt):
         for place, host in enumerate(self._hosts):
             mark = f"{self.id}.{place}"
             variables = {**environments[place], LAUNCH_VARIABLE: mark}
-            order = Order(str(Path.cwd()), tuple(commands[place]), variables, self._grace_s, _SILENCE_S)
+            order = Order(str(Path.cwd()), tuple(commands[place]), variables, self._grace_s, _SILENCE_S, self._agents)
             program = [python, "-m", "distkit.launch.remote"]
             words = program if is_this_host(host, own) else self._ssh.command(host, program)
             try:
@@ -152,7 +155,8 @@ class FleetRun(Attempt):
 
     def failures(self) -> list[Failure]:
         """What the agents told, and the hosts that were lost."""
-        found = dict(self._told)
+        found = {} if self._agents else {failure.rank: failure for failure in self.recorded()}
+        found |= self._told
         for part in self._parts:
             if part.lost:
                 last = part.first_rank + self._nproc - 1

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from distkit.errors import DistkitError, LaunchError
-from distkit.launch.marked import sweep
+from distkit.launch.marked import is_worker, marked, sweep
 from distkit.launch.worker import LAUNCH_VARIABLE
 
 __all__ = ["ALIVE_EVERY_S", "Order", "main", "mark_of", "tell"]
@@ -42,6 +42,7 @@ class Order:
         environment: Variables that are added to the host's own.
         grace_s: Between asking the processes to end and killing them, in seconds.
         silence_s: The launcher is taken for lost when it was silent for so long, in seconds.
+        agent: Whether the command is our agent, which passes signals on; else the ranks get them directly.
     """
 
     directory: str
@@ -49,6 +50,7 @@ class Order:
     environment: Mapping[str, str]
     grace_s: float
     silence_s: float
+    agent: bool = True
 
     def to_json(self) -> str:
         """One line."""
@@ -171,9 +173,12 @@ class _Remote:
             self._pass_on(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
-        if self._child is not None and self._child.poll() is None:
+        if self._child is None or self._child.poll() is not None:
+            return
+        ranks = [] if self._order.agent else marked(self._launch, is_worker)
+        for pid in ranks or [self._child.pid]:
             with contextlib.suppress(ProcessLookupError):
-                self._child.send_signal(number)
+                os.kill(pid, number)
 
     def _kill(self) -> None:
         assert self._child is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import json
 import os
 import runpy
 import signal
@@ -15,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +25,7 @@ from distkit.errors import DistkitError
 from distkit.launch.failure import ErrorRecord, record_path
 from distkit.launch.output import RankOutput, redirect
 
-__all__ = ["AGENT_VARIABLE", "ATTEMPT_VARIABLE", "LAUNCH_VARIABLE", "main"]
+__all__ = ["AGENT_VARIABLE", "ATTEMPT_VARIABLE", "LAUNCH_VARIABLE", "main", "write_order"]
 
 AGENT_VARIABLE = "DISTKIT_AGENT_PID"
 """Process id of the agent; a worker whose parent is another process has been orphaned already."""
@@ -117,7 +119,31 @@ def _variable(what: str, default: str) -> str:
     return next((os.environ[name] for name in names if os.environ.get(name)), default)
 
 
+def write_order(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Write the file for ``--order``, which stands in place of all arguments; only this user can read it.
+
+    Args:
+        path: Where.
+        arguments: This module's own.
+        environment: Variables that are set.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        json.dump({"arguments": list(arguments), "environment": dict(environment)}, file)
+
+
+def _follow_order(argv: Sequence[str]) -> list[str]:
+    """Replace ``--order FILE`` by what is in the file."""
+    if argv[:1] != ["--order"]:
+        return list(argv)
+    order = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
+    os.environ.update(order["environment"])
+    return [str(word) for word in order["arguments"]]
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
+    argv = _follow_order(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m distkit.launch.worker")
     parser.add_argument("--run-dir", type=Path, required=True, help="The run's folder.")
     parser.add_argument("--output", choices=("main", "all"), default="main", help="Which ranks show their output.")

@@ -101,15 +101,15 @@ def _torchrun(env: Mapping[str, str]) -> Environment | None:
         return None
     read = _reader(env, "torchrun")
     rank, size = read("RANK"), read("WORLD_SIZE")
-    local_size = read("LOCAL_WORLD_SIZE", default=size)
+    local_size = read("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)  # the second of each is DeepSpeed's
     address, port = _meeting(env)
     return Environment(
         rank=rank,
         size=size,
         local_rank=read("LOCAL_RANK", default=rank % local_size),
         local_size=local_size,
-        node_rank=read("GROUP_RANK", default=rank // local_size),
-        nodes=read("GROUP_WORLD_SIZE", default=-(-size // local_size)),
+        node_rank=read("GROUP_RANK", "CROSS_RANK", default=rank // local_size),
+        nodes=read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-size // local_size)),
         source="torchrun",
         address=address,
         port=port,

@@ -12,8 +12,10 @@ __all__ = ["LAUNCHERS", "launcher_of"]
 
 LAUNCHERS = {
     "torchrun": "torchrun:TorchrunLauncher",
+    "deepspeed": "deepspeed:DeepspeedLauncher",
     "horovodrun": "horovodrun:HorovodrunLauncher",
     "mpirun": "mpirun:MpirunLauncher",
+    "slurm": "slurm:SlurmLauncher",
 }
 """Module and class of each, by the name that ``--launcher`` takes."""
 

@@ -62,6 +62,7 @@ class Request:
         start_s: Time limit for the processes to meet, in seconds.
         grace_s: Between asking processes to end and killing them, in seconds.
         environment: What every process gets.
+        requeue: Whether ``checkpoint.requeue`` is on.
     """
 
     options: LaunchOptions
@@ -76,6 +77,10 @@ class Request:
     start_s: float
     grace_s: float
     environment: Mapping[str, str]
+    requeue: bool = False
+
+    RUN_DIR: ClassVar[str] = "@@run-dir@@"
+    """Stands for the run's folder in :meth:`again`."""
 
     @property
     def processes(self) -> int:
@@ -88,6 +93,27 @@ class Request:
         module = ("-m",) if self.options.module else ()
         own = ("-m", "distkit.launch.worker", "--run-dir", str(self.run_dir), "--output", self.options.output)
         return (*own, *module, self.target, *self.options.arguments)
+
+    def again(self, more: Sequence[str]) -> tuple[str, ...]:
+        """This launch line for another host or time, with :attr:`RUN_DIR` in place of the run's folder.
+
+        Args:
+            more: Further options of `distkit-run`.
+        """
+        options, directory = self.options, self.machine.directory
+        return (
+            *(self.machine.python, "-m", "distkit.launch.command", *more),
+            *(("-s", options.strategy) if options.strategy else ()),
+            *(("-c", str(directory / options.config)) if options.config else ()),
+            *(word for text in options.overrides for word in ("--set", text)),
+            *("--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--run-dir", self.RUN_DIR),
+            *(("--max-restarts", str(options.max_restarts)) if options.max_restarts else ()),
+            *(("--interface", options.interface) if options.interface else ()),
+            *(("--output", options.output) if options.output != "main" else ()),
+            *(("-m",) if options.module else ()),
+            self.target,
+            *options.arguments,
+        )
 
     def here(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> HostPlan:
         """A command on this host, with the request's variables and more."""
@@ -131,9 +157,17 @@ class Request:
         if always_elastic or is_elastic(self.options):
             return self.here(self._attempts(launcher, environment, repeats), environment)
         own = ("-m", "distkit.launch.external", "--run-dir", str(self.run_dir), "--grace-s", f"{self.grace_s:g}")
+        more = (*self._ssh_words(), *(word for host in self.hosts for word in ("--host", host.name)))
         return self.here(
-            (self.machine.python, *own, "--processes", str(self.processes), "--", *words),
-            environment,
+            (self.machine.python, *own, "--processes", str(self.processes), *more, "--", *words), environment
+        )
+
+    def _ssh_words(self) -> tuple[str, ...]:
+        options = self.options
+        return (
+            *(("--ssh-port", str(options.ssh_port)) if options.ssh_port else ()),
+            *(("--ssh-identity", options.ssh_identity) if options.ssh_identity else ()),
+            *(word for text in options.ssh_options for word in ("--ssh-option", text)),
         )
 
     def _attempts(self, launcher: str, environment: Mapping[str, str], repeats: Sequence[str]) -> tuple[str, ...]:
@@ -151,9 +185,7 @@ class Request:
             *("--max-restarts", str(options.max_restarts)),
             *("--grace-s", f"{self.grace_s:g}", "--start-s", f"{self.start_s:g}"),
             *(("--interface", options.interface) if options.interface else ()),
-            *(("--ssh-port", str(options.ssh_port)) if options.ssh_port else ()),
-            *(("--ssh-identity", options.ssh_identity) if options.ssh_identity else ()),
-            *(word for text in options.ssh_options for word in ("--ssh-option", text)),
+            *self._ssh_words(),
             *(("--export", export) if launcher != "horovodrun" else ()),
             *repeats,
             *("--", machine.python, *self.worker),
