@@ -40,6 +40,7 @@ class PaceSetter:
         if not self._sets_pace(loader):
             return False
         self._trainer._finish_open_step()
+        self._trainer._beat("data")
         return self._trainer.should_stop
 
     def batch_ready(self, loader: PreparedLoader, info: BatchInfo) -> None:
@@ -49,6 +50,7 @@ class PaceSetter:
         if self._sets_pace(loader):
             trainer._held.trained.add(trainer._held.loaders.index(loader))
             trainer._stepper.batch_ready(info)
+            trainer._beat("step")
             if info.starts_window:
                 trainer._begin_step()
             trainer._checkpoints.restore_rng()

@@ -19,6 +19,7 @@ from distkit.config.launchline import LaunchSettings
 from distkit.data import BatchInfo
 from distkit.errors import CheckpointError, UsageError
 from distkit.evaluation import LossFunction, MetricFunction, measure
+from distkit.heartbeat import Heartbeat
 from distkit.held import Held
 from distkit.logs import RunLog, choose_run_dir, create_run_folder
 from distkit.pace import PaceSetter
@@ -77,6 +78,7 @@ class Trainer:
         seed_everything(self.config.seed)
         self.run_dir: Path = choose_run_dir(self._loaded, self.world)
         create_run_folder(self.run_dir, self._loaded, self.world)
+        self._heartbeat = Heartbeat(self.run_dir, self.world.rank, self)
         self._log = RunLog(self.config, self.run_dir, is_main=self.world.is_main)
         self._stepper = Stepper(self.strategy, self.world, self.config)
         self._progress = Progress()
@@ -93,6 +95,7 @@ class Trainer:
             self._callbacks,
         )
         self._pace = PaceSetter(self)
+        self.world.control.listener = self._beat
         self._preparer = Preparer(
             self.strategy, self.world, self.config, self.precision, self._held, self._stepper, self._pace
         )
@@ -534,6 +537,10 @@ class Trainer:
         """The epoch that is running, counted from 0."""
         return self._progress.epoch
 
+    def _beat(self, phase: str) -> None:
+        """Something else begins, for the launcher's eyes."""
+        self._heartbeat.beat(phase, self._progress.step)
+
     def _each(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, hook)(self, *arguments)
@@ -559,6 +566,7 @@ class Trainer:
             self._each("on_end")
         self._closed = True
         self._log.close()
+        self._heartbeat.close()
         self._signals.remove()
         self.strategy.close()
         if failure is not None:

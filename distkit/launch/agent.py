@@ -100,6 +100,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--grace-s", type=float, default=30.0, help="Seconds between asking workers to end and killing."
     )
+    parser.add_argument("--step-s", type=float, default=600.0, help="Time limit of a collective, in seconds.")
     parser.add_argument(
         "--hand-over", action="store_true", help="Tell failures to the launcher, which reports those of all hosts."
     )
@@ -154,7 +155,9 @@ def _build_agent(arguments: argparse.Namespace, workers: Workers) -> WorkerAgent
         monitor_interval=config.monitor_interval,
     )
     assert config.logs_specs is not None
-    return WorkerAgent(spec, config.logs_specs, workers, arguments.run_dir, arguments.grace_s)
+    return WorkerAgent(
+        spec, config.logs_specs, workers, arguments.run_dir, grace_s=arguments.grace_s, step_s=arguments.step_s
+    )
 
 
 def _conclude(thread: _AgentThread, interrupts: Interrupts, workers: Workers, *, hand_over: bool) -> int:

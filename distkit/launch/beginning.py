@@ -53,6 +53,7 @@ def _torchrun(options: argparse.Namespace, hosts: Sequence[str], number: int) ->
             processes=options.nproc,
             start_s=options.start_s,
             grace_s=options.grace_s,
+            step_s=options.step_s,
             worker=options.worker[1:],
             node_rank=place,
             address=hosts[0],
@@ -105,7 +106,7 @@ def _mpirun(options: argparse.Namespace, hosts: Sequence[str], number: int) -> A
 
 def _slurm(options: argparse.Namespace, hosts: Sequence[str], number: int) -> Attempt:
     words = step_command(os.environ, hosts, options.nproc, options.worker)
-    run = ExternalRun(options.run_dir, len(hosts) * options.nproc, options.grace_s)
+    run = _external_run(options, hosts, over_ssh=False)
     run.start(words, _meeting(hosts, number))
     return run
 
@@ -133,7 +134,7 @@ def _deepspeed(options: argparse.Namespace, hosts: Sequence[str], number: int) -
         fleet = FleetRun(options.run_dir, hosts, options.nproc, options.grace_s, _ssh(options), agents=False)
         fleet.start([command.on(place) for place in range(len(hosts))], [values] * len(hosts), sys.executable)
         return fleet
-    run = ExternalRun(options.run_dir, len(hosts) * options.nproc, options.grace_s, hosts, _ssh(options))
+    run = _external_run(options, hosts)
     marks = folder / "deepspeed.env"
     marks.write_text(f"{LAUNCH_VARIABLE}={run.id}", encoding="utf-8")  # a line's end would be taken as its value's
     ssh = " ".join(_ssh(options).words())
@@ -163,9 +164,20 @@ def _order(options: argparse.Namespace) -> Path:
 def _external(
     options: argparse.Namespace, hosts: Sequence[str], words: Sequence[str], environ: dict[str, str]
 ) -> Attempt:
-    run = ExternalRun(options.run_dir, len(hosts) * options.nproc, options.grace_s, hosts, _ssh(options))
+    run = _external_run(options, hosts)
     run.start(words, environ)
     return run
+
+
+def _external_run(options: argparse.Namespace, hosts: Sequence[str], *, over_ssh: bool = True) -> ExternalRun:
+    return ExternalRun(
+        options.run_dir,
+        len(hosts) * options.nproc,
+        options.grace_s,
+        step_s=options.step_s,
+        hosts=hosts if over_ssh else (),
+        ssh=_ssh(options),
+    )
 
 
 def _meeting(hosts: Sequence[str], number: int) -> dict[str, str]:

@@ -80,6 +80,7 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
         nproc=nproc,
         start_s=loaded.config.timeouts.start_s,
         grace_s=loaded.config.timeouts.grace_s,
+        step_s=loaded.config.timeouts.step_s,
         environment={VARIABLE: settings.to_json(), **_environment(options, hosts, loaded, machine, nproc)},
         requeue=loaded.config.checkpoint.requeue,
     )

@@ -66,6 +66,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-restarts", type=int, default=0, help="Restarts after failures.")
     parser.add_argument("--grace-s", type=float, default=30.0, help="Seconds between asking ranks to end and killing.")
     parser.add_argument("--start-s", type=float, default=300.0, help="Seconds to wait for enough hosts, or ranks.")
+    parser.add_argument("--step-s", type=float, default=600.0, help="Time limit of a collective, in seconds.")
     parser.add_argument("--poll-s", type=float, default=5.0, help="Seconds between two looks at the hosts.")
     parser.add_argument("--interface", help="Network interface between the hosts.")
     parser.add_argument("--ssh-port", type=int, help="Port of ssh there.")

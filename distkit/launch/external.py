@@ -26,8 +26,9 @@ from distkit.launch.attempt import Attempt, catch_signals
 from distkit.launch.failure import Failure, log_path
 from distkit.launch.fleet import sweep_hosts
 from distkit.launch.hosts import is_this_host
-from distkit.launch.marked import is_worker, marked, sweep
+from distkit.launch.marked import is_worker, marked, rank_of, sweep
 from distkit.launch.ssh import SshOptions
+from distkit.launch.watch import HangWatch, is_timeout, late_failures
 from distkit.launch.worker import LAUNCH_VARIABLE
 
 __all__ = ["ExternalRun", "main"]
@@ -50,6 +51,7 @@ _HYDRA_KILL = re.compile(r"^YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*
 """Hydra (MPICH 4.0.2) names the signal; the process id that it prints is that of any of the processes."""
 
 _AFTER_TERM_S = 5.0
+_READ_EVERY_S = 1.0
 _ORPHANS_S = 2.0
 
 
@@ -65,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     ssh = SshOptions(options.ssh_port, options.ssh_identity, tuple(options.ssh_option))
-    run = ExternalRun(options.run_dir, options.processes, options.grace_s, options.host, ssh)
+    run = ExternalRun(
+        options.run_dir, options.processes, options.grace_s, step_s=options.step_s, hosts=options.host, ssh=ssh
+    )
     catch_signals(run.handle)
     try:
         run.start(options.command)
@@ -81,6 +85,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m distkit.launch.external", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="The run's folder.")
     parser.add_argument("--grace-s", type=float, default=30.0, help="Seconds between asking ranks to end and killing.")
+    parser.add_argument("--step-s", type=float, default=600.0, help="Time limit of a collective, in seconds.")
     parser.add_argument("--processes", type=int, required=True, help="Number of ranks in all.")
     parser.add_argument("--host", action="append", default=[], help="A host on which something may be left to end.")
     parser.add_argument("--ssh-port", type=int, help="Port of ssh there.")
@@ -97,6 +102,7 @@ class ExternalRun(Attempt):
         run_dir: The run's folder.
         processes: Number of ranks.
         grace_s: Between asking ranks to end and killing them, in seconds.
+        step_s: Time limit of a collective, in seconds.
         hosts: Hosts that the launcher reaches over ssh, on which something may be left to end.
         ssh: How they are reached.
     """
@@ -106,17 +112,22 @@ class ExternalRun(Attempt):
         run_dir: Path,
         processes: int,
         grace_s: float,
+        *,
+        step_s: float = 600.0,
         hosts: Sequence[str] = (),
         ssh: SshOptions | None = None,
     ) -> None:
         super().__init__(run_dir, processes, grace_s)
         self._hosts = [host for host in hosts if not is_this_host(host, os.uname().nodename)]
         self._ssh = ssh or SshOptions()
+        self._watch = HangWatch(run_dir, processes, step_s)
+        self._late: list[Failure] = []
         self._child: subprocess.Popen[str] | None = None
         self._pipes: list[threading.Thread] = []
         self._ends: list[Failure] = []
         self._begin = time.time()
         self._failed: float | None = None
+        self._read = time.monotonic()
         self._signal: signal.Signals | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
@@ -164,11 +175,28 @@ class ExternalRun(Attempt):
         while self._child.poll() is None:
             time.sleep(0.05)
             meanwhile()
+            self._look_for_late_ranks()
             if (self.overdue() or self._kill_asked or self._hangs_after_failure()) and not self._killed:
                 self._kill()
         for thread in self._pipes:
             thread.join(2.0)  # longer only if a left-over process holds the pipe, which sweep() ends
         return self._child.returncode
+
+    def _look_for_late_ranks(self) -> None:
+        """Some launchers' collectives have no time limit, and those that have say only who waited."""
+        if self._late or self._killed:
+            return
+        found = self._watch.look()
+        waited = found is None and time.monotonic() - self._read > _READ_EVERY_S
+        if waited:
+            self._read = time.monotonic()
+            waited = any(is_timeout(failure) for failure in self.recorded())
+        if not waited and (found is None or not found[1]):
+            return
+        pids = {rank: pid for pid in marked(self.id, is_worker) if (rank := rank_of(pid)) is not None}
+        self._late = late_failures(self._run_dir, self._processes, pids, after_timeout=waited)
+        if found is not None and self._late:
+            self._kill_asked = True
 
     def _hangs_after_failure(self) -> bool:
         """A rank failed, and its launcher should have ended the rest by now.
@@ -189,6 +217,8 @@ class ExternalRun(Attempt):
     def failures(self) -> list[Failure]:
         """The ranks' own records, and ends without one that the launcher told of; one a rank."""
         found = {failure.rank: failure for failure in self.recorded()}
+        for failure in self._late:
+            found[failure.rank] = failure
         for end in self._ends:
             found.setdefault(end.rank, end)
         return list(found.values())

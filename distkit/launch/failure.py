@@ -100,6 +100,7 @@ class Failure:
         record: Its own record, if it left one.
         tail: The last lines of its log, where the log may be out of reach for who reports.
         lost: What was noticed, if the host itself was lost with all its ranks, of which this is the first.
+        late: Where it stood, if it didn't fail but others waited for it in vain.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class Failure:
     record: ErrorRecord | None = None
     tail: tuple[str, ...] = ()
     lost: str = ""
+    late: str = ""
 
     @property
     def exit_status(self) -> int:
@@ -119,8 +121,8 @@ class Failure:
     @property
     def description(self) -> str:
         """How it ended, in a few words."""
-        if self.lost:
-            return self.lost
+        if self.lost or self.late:
+            return self.lost or self.late
         if self.code < 0:
             return f"killed by {signal_name(-self.code)}"
         return f"exit status {self.code}"
@@ -147,9 +149,9 @@ class Failure:
 def first_failure(failures: Iterable[Failure]) -> Failure:
     """The root cause: when one rank dies, the others lose their connection to it and fail a moment later.
 
-    The loss of a host is noticed late, and is never a consequence.
+    The loss of a host is noticed late, and is never a consequence; nor is being late.
     """
-    return min(failures, key=lambda failure: (not failure.lost, failure.likely_time, failure.rank))
+    return min(failures, key=lambda failure: (not (failure.lost or failure.late), failure.likely_time, failure.rank))
 
 
 def remove_record(run_dir: Path, rank: int) -> None:

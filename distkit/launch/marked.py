@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distkit.launch.worker import LAUNCH_VARIABLE
 
-__all__ = ["is_worker", "marked", "sweep"]
+__all__ = ["is_worker", "marked", "rank_of", "sweep"]
 
 _WORKER = [b"-m", b"distkit.launch.worker"]
 """How a rank's own command line goes on after the interpreter; the launchers' contain it further behind."""
@@ -45,6 +45,18 @@ def marked(mark: str, wanted: Callable[[list[bytes]], bool] = lambda words: True
 def is_worker(words: list[bytes]) -> bool:
     """Whether a command line is that of a rank."""
     return (words[1:2] == [b"-u"] and words[2:4] == _WORKER) or words[1:3] == _WORKER
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank of a process of this host, by the variables of its launcher."""
+    try:
+        variables = dict(
+            part.split(b"=", 1) for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in part
+        )
+    except OSError:
+        return None
+    names = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK", b"SLURM_PROCID", b"PMI_RANK")
+    return next((int(variables[name]) for name in names if variables.get(name, b"").isdigit()), None)
 
 
 def sweep(mark: str, seconds: float = 5.0) -> int:

@@ -31,7 +31,7 @@ class Nodes:
     def __init__(self, store: Store, rank: int, count: int) -> None:
         self._store = store
         self.rank, self.count = rank, count
-        self._failed, self._heard, self._done = "failed", "failure-heard", "done"
+        self._failed, self._late, self._heard, self._done = "failed", "late", "failure-heard", "done"
         self._asked = time.monotonic()
         self._said_done = False
 
@@ -40,6 +40,11 @@ class Nodes:
         if self.count > 1:
             self._store.set(f"{self._failed}/{self.rank}", failure.to_json())
             self._store.set(self._failed, "yes")
+
+    def add_late(self, failure: Failure) -> None:
+        """Say that a rank of this host was late, before :meth:`hear`."""
+        if self.count > 1:
+            self._store.set(f"{self._late}/{self.rank}", failure.to_json())
 
     def failure(self, *, now: bool = False) -> Failure | None:
         """The first of the failures that hosts told of; asks the store once a second at most.
@@ -55,7 +60,8 @@ class Nodes:
         self._asked = time.monotonic()
         if not self._store.check([self._failed]):
             return None
-        told = [key for key in (f"{self._failed}/{node}" for node in range(self.count)) if self._store.check([key])]
+        keys = (f"{what}/{node}" for what in (self._late, self._failed) for node in range(self.count))
+        told = [key for key in keys if self._store.check([key])]
         return first_failure(Failure.from_json(self._store.get(key).decode()) for key in told)
 
     def hear(self) -> None:

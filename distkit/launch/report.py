@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distkit.launch.causes import likely_cause
 from distkit.launch.failure import Failure, last_lines
 
 __all__ = ["failure_report"]
@@ -23,11 +24,16 @@ def failure_report(root: Failure, others: Sequence[Failure], *, processes: int, 
     Returns:
         Several lines; the last are the root's own traceback, if it left one.
     """
-    what = root.host if root.lost else f"rank {root.rank} of {processes} failed on {root.host}"
+    what = f"rank {root.rank} of {processes} failed on {root.host}"
+    if root.lost:
+        what = root.host
+    elif root.late:
+        what = f"ranks wait for rank {root.rank} of {processes} on {root.host}"
     lines = ["", f"distkit-run: {what} ({root.description}){next_step}"]
     lines.append(f"  log: {root.log}")
-    if root.code == -9:
-        lines.append("  SIGKILL came from outside; when memory runs out, the kernel sends it (see: dmesg | tail)")
+    cause = likely_cause(root)
+    if cause is not None:
+        lines.append(f"  likely cause: {cause}")
     lines += [f"  then: rank {other.rank}, {_in_short(other)}" for other in others[:_MOST_OTHERS]]
     if len(others) > _MOST_OTHERS:
         lines.append(f"  then: {len(others) - _MOST_OTHERS} more ranks")
@@ -37,9 +43,8 @@ def failure_report(root: Failure, others: Sequence[Failure], *, processes: int, 
         lines += ["", f"{root.record.type}: {root.record.message}"]
     else:
         tail = root.tail or last_lines(root.log)
-        lines += (
-            ["", "it left no traceback; the last lines of its log:", *(f"  | {line}" for line in tail)] if tail else []
-        )
+        what = "its Python stacks" if root.late and root.tail else "it left no traceback; the last lines of its log"
+        lines += ["", f"{what}:", *(f"  | {line}" for line in tail)] if tail else []
     return "\n".join(lines) + "\n"
 
 

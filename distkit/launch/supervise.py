@@ -19,6 +19,7 @@ from distkit.launch.failure import ErrorRecord, Failure, first_failure, last_lin
 from distkit.launch.nodes import Nodes
 from distkit.launch.processes import CAN_WATCH, Workers
 from distkit.launch.report import failure_report
+from distkit.launch.watch import HangWatch, is_timeout, late_failures, python_stack
 
 __all__ = ["WorkerAgent"]
 
@@ -37,9 +38,12 @@ class WorkerAgent(LocalElasticAgent):
         workers: The live processes, shared with the main thread.
         run_dir: The run's folder.
         grace_s: Between asking workers to end and killing them, in seconds.
+        step_s: Time limit of a collective, in seconds.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, workers: Workers, run_dir: Path, grace_s: float) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs: LogsSpecs, workers: Workers, run_dir: Path, *, grace_s: float, step_s: float
+    ) -> None:
         super().__init__(spec, logs_specs=logs)
         self._workers = workers
         self._run_dir = run_dir
@@ -47,6 +51,9 @@ class WorkerAgent(LocalElasticAgent):
         self._host = socket.gethostname()
         self._nodes: Nodes | None = None
         self._attempt = -1
+        self._step_s = step_s
+        self._watch: HangWatch | None = None
+        self._late: list[Failure] = []
         self.failures: list[Failure] = []
         self.root: Failure | None = None
 
@@ -60,7 +67,8 @@ class WorkerAgent(LocalElasticAgent):
         self._attempt += 1
         group: Any = worker_group  # torch annotates these attributes as None
         self._nodes = Nodes(group.store, group.group_rank, group.group_world_size)
-        self.failures, self.root = [], None
+        self.failures, self.root, self._late = [], None, []
+        self._watch = HangWatch(self._run_dir, self.processes, self._step_s)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         for rank in ranks.values():
             remove_record(self._run_dir, rank)
@@ -72,7 +80,7 @@ class WorkerAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not CAN_WATCH:
             return self._conclude(super()._monitor_workers(worker_group))
-        elsewhere = self._failure_elsewhere()
+        elsewhere = self._failure_elsewhere() or self._hangs()
         ended = self._workers.all_ended()  # asked before the exits are read: if it is true, these are all
         exits = self._workers.exits().values()
         failed = any(end.code != 0 for end in exits)
@@ -88,6 +96,30 @@ class WorkerAgent(LocalElasticAgent):
         if elsewhere and not result.is_failed():
             result = RunResult(state=WorkerState.UNHEALTHY)
         return self._conclude(result)
+
+    def _living(self) -> dict[int, int]:
+        ended = self._workers.exits()
+        return {rank: pid for rank, pid in self._workers.pids.items() if rank not in ended}
+
+    def _hangs(self) -> bool:
+        """Whether ranks wait for one of this host that doesn't move; what only stands still is told."""
+        found = None if self._watch is None or self._workers.ending else self._watch.look()
+        if found is None:
+            return False
+        beats, some_are_late = found
+        living = self._living()
+        if not some_are_late:
+            first = min(beats, key=lambda beat: beat.rank)
+            if first.rank in living:
+                sys.stderr.write(f"distkit-run: no rank has moved for a while: all are {first.words(time.time())}\n")
+            for rank, pid in living.items():
+                python_stack(self._run_dir, rank, pid)
+            return False
+        self._late = late_failures(self._run_dir, self.processes, living, after_timeout=False)
+        if self._late:
+            assert self._nodes is not None
+            self._nodes.tell(first_failure(self._late))
+        return bool(self._late)
 
     def _failure_elsewhere(self) -> bool:
         assert self._nodes is not None
@@ -111,6 +143,11 @@ class WorkerAgent(LocalElasticAgent):
         with contextlib.suppress(RuntimeError):  # node 0 may be what failed
             if mine:
                 self._nodes.tell(first_failure(mine))
+            told = [*mine, *filter(None, [self._nodes.failure(now=True)])]
+            if not self._late and any(is_timeout(failure) for failure in told):
+                self._late = late_failures(self._run_dir, self.processes, self._living(), after_timeout=True)
+                if self._late:
+                    self._nodes.add_late(first_failure(self._late))
         self._end_workers()
         with contextlib.suppress(RuntimeError):
             self._nodes.hear()
@@ -159,8 +196,8 @@ class WorkerAgent(LocalElasticAgent):
         self._workers.sweep()
         if self._workers.ending:
             self._remaining_restarts = 0
-        self.failures = self._own_failures() if CAN_WATCH else self._reported_failures(result)
-        if self.root is None and self.failures:
+        self.failures = [*self._late, *(self._own_failures() if CAN_WATCH else self._reported_failures(result))]
+        if self.failures and (self.root is None or self._late):
             self.root = first_failure(self.failures)
         if self._remaining_restarts > 0 and self.root is not None:
             step = (

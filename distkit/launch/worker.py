@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     _end_with_parent()
     process = _Process(options.run_dir, int(_variable("RANK", "0")), socket.gethostname())
     output = redirect(process.run_dir, process.rank, show=options.output == "all", header=process.header())
+    if hasattr(signal, "SIGUSR2"):  # the launcher asks so where a rank that is late stands
+        faulthandler.register(signal.SIGUSR2, file=output.file, all_threads=True)
     try:
         _run(options)
         return 0

@@ -10,6 +10,8 @@ asked for before a window (a signal, :meth:`distkit.Trainer.request_stop`) takes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from distkit.errors import OutOfStepError
 from distkit.world.collectives import Collectives, Pending
 
@@ -33,12 +35,15 @@ class Control:
         self._count = 0
         self._pending: tuple[str, Pending] | None = None
         self._carried = (False,) * MAX_FLAGS
+        self.listener: Callable[[str], None] = lambda verb: None
+        """Told of each verb as it begins."""
 
     def begin(self, verb: str, *flags: bool) -> None:
         """Announce a verb without waiting; :meth:`finish` reads the answers.
 
         A verb that is still under way is finished first, and its flags are kept for the next ``finish``.
         """
+        self.listener(verb)
         if self._pending is not None:
             self._carried = self._collect()
         row = [VERBS.index(verb), self._count, *(int(flag) for flag in flags)]

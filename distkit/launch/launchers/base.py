@@ -61,6 +61,7 @@ class Request:
         nproc: Processes on each host.
         start_s: Time limit for the processes to meet, in seconds.
         grace_s: Between asking processes to end and killing them, in seconds.
+        step_s: Time limit of a collective, in seconds.
         environment: What every process gets.
         requeue: Whether ``checkpoint.requeue`` is on.
     """
@@ -76,6 +77,7 @@ class Request:
     nproc: int
     start_s: float
     grace_s: float
+    step_s: float
     environment: Mapping[str, str]
     requeue: bool = False
 
@@ -156,7 +158,8 @@ class Request:
         """
         if always_elastic or is_elastic(self.options):
             return self.here(self._attempts(launcher, environment, repeats), environment)
-        own = ("-m", "distkit.launch.external", "--run-dir", str(self.run_dir), "--grace-s", f"{self.grace_s:g}")
+        own: tuple[str, ...] = ("-m", "distkit.launch.external", "--run-dir", str(self.run_dir), "--grace-s", f"{self.grace_s:g}")
+        own = (*own, "--step-s", f"{self.step_s:g}")
         more = (*self._ssh_words(), *(word for host in self.hosts for word in ("--host", host.name)))
         return self.here(
             (self.machine.python, *own, "--processes", str(self.processes), *more, "--", *words), environment
@@ -184,6 +187,7 @@ class Request:
             *("--nproc", str(self.nproc), "--min-nodes", str(least), "--max-nodes", str(self.nnodes), *named),
             *("--max-restarts", str(options.max_restarts)),
             *("--grace-s", f"{self.grace_s:g}", "--start-s", f"{self.start_s:g}"),
+            *("--step-s", f"{self.step_s:g}"),
             *(("--interface", options.interface) if options.interface else ()),
             *self._ssh_words(),
             *(("--export", export) if launcher != "horovodrun" else ()),

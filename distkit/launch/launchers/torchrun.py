@@ -35,6 +35,7 @@ class HostCommand:
         processes: Number of processes on this host.
         start_s: Time limit for the nodes to meet, in seconds.
         grace_s: Time between asking workers to end and killing them, in seconds.
+        step_s: Time limit of a collective, in seconds.
         worker: What each process runs, behind the interpreter.
         node_rank: Place of this host.
         address: Host name or address where the nodes meet; None on one host.
@@ -52,6 +53,7 @@ class HostCommand:
     processes: int
     start_s: float
     grace_s: float
+    step_s: float
     worker: Sequence[str]
     node_rank: int | None = 0
     address: str | None = None
@@ -75,6 +77,7 @@ class HostCommand:
         return (
             *(self.python, "-m", "distkit.launch.agent"),
             *("--run-dir", str(self.run_dir), "--grace-s", f"{self.grace_s:g}"),
+            *("--step-s", f"{self.step_s:g}"),
             *(("--hand-over",) if self.hand_over else ()),
             *("--nnodes", nodes, "--nproc-per-node", str(self.processes)),
             *("--max-restarts", str(self.max_restarts)),
@@ -155,6 +158,7 @@ class TorchrunLauncher(Launcher):
             processes=request.nproc,
             start_s=request.start_s,
             grace_s=request.grace_s,
+            step_s=request.step_s,
             worker=request.worker,
             node_rank=options.node_rank or 0,
             address=options.master_addr,
