@@ -137,7 +137,7 @@ def up(wanted: Cluster) -> tuple[Cluster, bool]:
         if present is not None and present.ready:
             present.keepers()
             differences = [
-                f"{field} is {getattr(present, field)}, not {getattr(wanted, field)}"
+                f"{'hosts' if field == 'count' else field} is {getattr(present, field)}, not {getattr(wanted, field)}"
                 for field in ("count", "bandwidth", "latency", "subnet")
                 if getattr(wanted, field) and getattr(present, field) != getattr(wanted, field)
             ]
@@ -270,7 +270,7 @@ def describe(name: str) -> dict[str, Any]:
                 "address": cluster.addresses[host],
                 "state": "up" if any(system.name_of(pid) == "sshd" for pid in living) else "off",
                 "link": links.get(host, "gone"),
-                "processes": len(living),
+                "processes": {pid: system.name_of(pid) for pid in living},
                 **network.counters(pids[host]),
             }
         )
