@@ -93,8 +93,7 @@ class Cluster:
 
     def living(self, host: str) -> list[int]:
         """Processes of a host, without the one that holds its namespaces."""
-        pid = self.keeper(host)
-        return system.living(system.namespace(pid, "net"), but=[pid])
+        return system.guests(self.keeper(host))
 
 
 def load(name: str) -> Cluster:
@@ -233,7 +232,7 @@ def kill(cluster: Cluster, host: str) -> int:
     Returns:
         How many there were.
     """
-    return system.end(lambda: cluster.living(host), f"processes of {host}")
+    return system.end(partial(system.guests, cluster.keeper(host)), f"processes of {host}")
 
 
 def boot(cluster: Cluster, host: str) -> list[str]:
@@ -263,7 +262,7 @@ def describe(name: str) -> dict[str, Any]:
     links = network.links(pids["head"])
     hosts = []
     for host in cluster.hosts:
-        living = cluster.living(host)
+        living = system.guests(pids[host])
         hosts.append(
             {
                 "host": host,

@@ -227,6 +227,11 @@ def living(net: int, but: Iterable[int] = (), uts: int | None = None) -> list[in
     return [pid for pid in found if uts is None or namespace(pid, "uts") == uts]
 
 
+def guests(keeper: int) -> list[int]:
+    """Processes of a host, without the one that holds its namespaces."""
+    return living(namespace(keeper, "net"), but=[keeper])
+
+
 def end(find: Callable[[], list[int]], what: str) -> int:
     """Kill all processes that a function finds, until it finds none, as a process may start another meanwhile.
 
