@@ -159,23 +159,38 @@ def test_up_and_down_twice(cluster: EmulatedCluster) -> None:
     assert cluster.exec("host0", "hostname").stdout == "host0\n"
 
 
+def marked(name: str) -> list[int]:
+    """Processes that a cluster is held together by, or its `up` under way."""
+    words = subprocess.run(["pgrep", "-f", f"^distkit-cluster {name} "], capture_output=True, text=True).stdout
+    return [int(word) for word in words.split()]
+
+
 def test_half_made_is_cleaned(root: None, one_at_a_time: None) -> None:
     """`up` is killed with -9 at several moments; another one mends that, and `down` leaves nothing."""
     half = EmulatedCluster("-half", latency="1ms")
-    for moment in (0.15, 0.3, 0.5):
+    for moment in (0.4, 0.2, 0.0):
         line = [str(SCRIPT), "up", "--name", half.name, *half.shape]
         with subprocess.Popen(line, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            before = marked(half.name)
+            until(lambda before=before: bool(set(marked(half.name)) - set(before)))  # type: ignore[misc]
             time.sleep(moment)
             process.kill()
+    assert half.facts()["state"] == "broken"
     with half:
         assert half.exec("host0", "ssh", "host1", "hostname").stdout == "host1\n"
-        keeper = int(subprocess.run(["pgrep", "-f", f"^distkit-cluster {half.name} host1"], capture_output=True).stdout)
+        # What holds a host is gone, and what runs on it isn't.
         folder = Path(half.facts()["folder"])
-        subprocess.run(["kill", "-9", str(keeper)], check=True)
-        until(lambda: half.facts()["state"] == "broken")
-        assert half.name not in half.exec("host0", "true", check=False).stdout
-    left = subprocess.run(["pgrep", "-f", half.name], capture_output=True, text=True).stdout
-    assert left == ""
+        with half.start("host1", "sleep", 300) as orphan:
+            until(lambda: bool(half.programs("host1")))
+            keeper = subprocess.run(
+                ["pgrep", "-f", f"^distkit-cluster {half.name} host1"], capture_output=True, text=True
+            )
+            subprocess.run(["kill", "-9", keeper.stdout.strip()], check=True)
+            until(lambda: half.facts()["state"] == "broken")
+            assert "has lost host1" in half.command("exec", "host0", "true", check=False).stderr
+            half.command("down")
+            assert orphan.wait(10) == -signal.SIGKILL
+    assert marked(half.name) == []
     assert not folder.exists()
 
 
