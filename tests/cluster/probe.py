@@ -1,5 +1,7 @@
 """What a link does, measured between two hosts: `probe.py serve`, and `probe.py HOST BYTES` on another one."""
 
+from __future__ import annotations
+
 import json
 import socket
 import sys
@@ -8,7 +10,7 @@ import time
 PORT = 5001
 
 
-def serve():
+def serve() -> None:
     """Take one connection: echo ten small messages, then read all that comes and tell how much it was."""
     with socket.create_server(("", PORT)) as server:
         print("ready", flush=True)
@@ -22,7 +24,7 @@ def serve():
             connection.sendall(str(count).encode())
 
 
-def measure(host, size):
+def measure(host: str, size: int) -> None:
     """Print the shortest round trip in seconds, and the rate of a transfer of `size` bytes in bits per second."""
     with socket.create_connection((host, PORT), timeout=20) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -172,7 +172,7 @@ def test_half_made_is_cleaned(root: None, one_at_a_time: None) -> None:
         line = [str(SCRIPT), "up", "--name", half.name, *half.shape]
         with subprocess.Popen(line, stdout=subprocess.DEVNULL, start_new_session=True) as process:
             before = marked(half.name)
-            until(lambda before=before: bool(set(marked(half.name)) - set(before)))  # type: ignore[misc]
+            until(lambda before=before: bool(set(marked(half.name)) - set(before)))
             time.sleep(moment)
             process.kill()
     assert half.facts()["state"] == "broken"
