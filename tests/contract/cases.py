@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -183,16 +184,19 @@ def half_save(strategy: str, run_dir: str) -> str:
     trainer = distkit.Trainer({"strategy": strategy, "run_dir": run_dir, "batch.per": "global", "log.to": ["jsonl"]})
     net = TinyGPT()
     net, opt, loader = trainer.prepare(net, torch.optim.AdamW(net.parameters()), DataLoader(Tokens(36), batch_size=12))
-    for item in loader:
-        trainer.step(sample_losses(net, item).mean())
-        if trainer.is_main:
-            trainer.save()
+    try:
+        for item in loader:
+            trainer.step(sample_losses(net, item).mean())
+            if trainer.is_main:
+                trainer.save()
+    finally:
+        # Connections end as with the process, or the other rank would wait at them; Horovod's close() waits for it, too.
+        if strategy != "horovod":
+            trainer.strategy.close()
     return "no error"
 
 
 def different_models(strategy: str, run_dir: str, *, rank_env: str = "RANK") -> str:
-    import os
-
     trainer = distkit.Trainer({"strategy": strategy, "run_dir": run_dir, "log.to": ["jsonl"]})
     net = TinyGPT(width=16 if os.environ[rank_env] == "0" else 32)
     trainer.prepare(net, torch.optim.AdamW(net.parameters()))
