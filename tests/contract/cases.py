@@ -53,10 +53,12 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)) if scheduler else None
     objects = [net, opt, loader, *([schedule] if schedule else [])]
     net, opt, loader = trainer.prepare(*objects)[:3]
-    start = digests(trainer.model_state_dict(net)) if look_at_start else {}
+    start: dict[str, str] = {}
     order: list[list[int]] = []
     for _ in trainer.epochs(epochs):
         for item in loader:
+            if look_at_start and not order:
+                start = digests(trainer.model_state_dict(net))
             order.append([] if loader.info.padding else item["index"].tolist())
             losses = sample_losses(net, item)
             if weighted:
