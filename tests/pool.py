@@ -10,6 +10,7 @@ which a worker died or hung is thrown away, and the next call starts a fresh one
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -182,6 +183,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what jobs print goes to stderr
     before = dict(os.environ)
+    modules = 0
     for line in sys.stdin:
         job = json.loads(line)
         os.environ.update(job["env"])
@@ -190,13 +192,22 @@ def serve() -> None:
             answer = {"result": getattr(importlib.import_module(module), name)(**job["arguments"])}
             text = json.dumps(answer)
         except BaseException as error:
-            text = json.dumps({"error": [type(error).__name__, str(error), traceback.format_exc()]})
+            answer = {"error": [type(error).__name__, str(error), traceback.format_exc()]}
+            text = json.dumps(answer)
             leave_groups()
         for key in set(os.environ) - set(before):
             del os.environ[key]
         os.environ.update(before)
         answers.write(MARK + text + "\n")
         answers.flush()
+        # The frames of an exception hold groups whose connections other ranks wait at; they are free only now.
+        if "error" in answer or len(sys.modules) > modules:
+            gc.collect()
+        if len(sys.modules) > modules:
+            # DeepSpeed collects garbage whenever it starts; looking through all that torch and the engines imported
+            # takes half a second each time.
+            modules = len(sys.modules)
+            gc.freeze()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ def train(
     optimizer: str = "AdamW",
     stop_after: int | None = None,
     lr: float = 1e-2,
+    look_at_start: bool = False,
 ) -> dict[str, Any]:
     """Train a tiny GPT; the log of rank 0, and on every rank digests of the final state.
 
     Args:
         batch: Samples in one optimizer step (batch.per is global).
         weighted: Use the data's weight of each sample, through trainer.step(loss, weight=...).
+        look_at_start: Give digests of the parameters before the first step too.
         stop_after: Leave without closing after so many steps, as a killed process would.
     """
     base = {"strategy": strategy, "run_dir": run_dir, "batch.per": "global", "log.every_steps": 1, "log.to": ["jsonl"]}
@@ -50,9 +53,12 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)) if scheduler else None
     objects = [net, opt, loader, *([schedule] if schedule else [])]
     net, opt, loader = trainer.prepare(*objects)[:3]
+    start: dict[str, str] = {}
     order: list[list[int]] = []
     for _ in trainer.epochs(epochs):
         for item in loader:
+            if look_at_start and not order:
+                start = digests(trainer.model_state_dict(net))
             order.append([] if loader.info.padding else item["index"].tolist())
             losses = sample_losses(net, item)
             if weighted:
@@ -68,6 +74,7 @@ def train(
     result = {
         "order": order,
         "tensor_rank": trainer.world.tensor.rank,
+        "start": start,
         "model": digests(state),
         "values": {name: tensor.flatten()[:4].tolist() for name, tensor in state.items()},
         "norm": float(torch.sqrt(sum(t.double().pow(2).sum() for t in state.values()))) if state else 0.0,
@@ -89,7 +96,9 @@ def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def checkpoint_digest(run_dir: str) -> dict[str, str]:
-    """A digest of every whole tensor (parameters, buffers, optimizer state) of the newest checkpoint."""
+    """A digest of every whole tensor (parameters, buffers, optimizer state) of the newest checkpoint; on rank 0."""
+    if os.environ.get("RANK", "0") != "0":
+        return {}
     from distkit.checkpoint import CheckpointReader
     from distkit.state import Region
 
@@ -116,6 +125,7 @@ def resume_only(
     *,
     model: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
+    data: int = 36,
 ) -> dict[str, str]:
     """Load a checkpoint under this strategy and write it out again at once; digests of what was written."""
     trainer = distkit.Trainer(
@@ -130,14 +140,19 @@ def resume_only(
     )
     net = TinyGPT(**(model or {}))
     opt = torch.optim.AdamW(groups(net), lr=1e-2)
-    loader = DataLoader(Tokens(36), batch_size=12, shuffle=True)
+    loader = DataLoader(Tokens(data), batch_size=12, shuffle=True)
     net, opt, loader = trainer.prepare(net, opt, loader)
     trainer.save()
     trainer.strategy.close()
     return checkpoint_digest(run_dir)
 
 
-def evaluate(strategy: str, run_dir: str, *, data: int, batch: int) -> dict[str, Any]:
+def evaluate(strategy: str, run_dir: str, *, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Metrics of evaluations of one model on sets of other sizes.
+
+    Args:
+        sizes: Samples in the set and in a batch, of each evaluation.
+    """
     trainer = distkit.Trainer(
         {"strategy": strategy, "run_dir": run_dir, "log.to": ["jsonl"], "checkpoint.at_end": False}
     )
@@ -145,16 +160,17 @@ def evaluate(strategy: str, run_dir: str, *, data: int, batch: int) -> dict[str,
     opt = torch.optim.AdamW(net.parameters())
     train_loader = DataLoader(Tokens(8), batch_size=2)
     net, opt, train_loader = trainer.prepare(net, opt, train_loader)
-    seen: list[int] = []
 
     def index_sum(model: Any, item: dict[str, Any]) -> torch.Tensor:
-        seen.extend(item["index"].tolist())
         return item["index"].float().mean()
 
-    loader = DataLoader(Tokens(data), batch_size=batch)
-    metrics = trainer.evaluate(net, loader, loss_fn=lambda m, b: sample_losses(m, b).mean(), metric_fn=index_sum)
+    found = []
+    for data, batch in sizes:
+        loader = DataLoader(Tokens(data), batch_size=batch)
+        metrics = trainer.evaluate(net, loader, loss_fn=lambda m, b: sample_losses(m, b).mean(), metric_fn=index_sum)
+        found.append(metrics)
     trainer.close()
-    return metrics
+    return found
 
 
 def gather_by_hand(strategy: str, run_dir: str, *, data: int, batch: int) -> list[int]:
@@ -183,16 +199,19 @@ def half_save(strategy: str, run_dir: str) -> str:
     trainer = distkit.Trainer({"strategy": strategy, "run_dir": run_dir, "batch.per": "global", "log.to": ["jsonl"]})
     net = TinyGPT()
     net, opt, loader = trainer.prepare(net, torch.optim.AdamW(net.parameters()), DataLoader(Tokens(36), batch_size=12))
-    for item in loader:
-        trainer.step(sample_losses(net, item).mean())
-        if trainer.is_main:
-            trainer.save()
+    try:
+        for item in loader:
+            trainer.step(sample_losses(net, item).mean())
+            if trainer.is_main:
+                trainer.save()
+    finally:
+        # Connections end as with the process, or the other rank would wait at them; Horovod's close() waits for it, too.
+        if strategy != "horovod":
+            trainer.strategy.close()
     return "no error"
 
 
 def different_models(strategy: str, run_dir: str, *, rank_env: str = "RANK") -> str:
-    import os
-
     trainer = distkit.Trainer({"strategy": strategy, "run_dir": run_dir, "log.to": ["jsonl"]})
     net = TinyGPT(width=16 if os.environ[rank_env] == "0" else 32)
     trainer.prepare(net, torch.optim.AdamW(net.parameters()))
@@ -201,8 +220,6 @@ def different_models(strategy: str, run_dir: str, *, rank_env: str = "RANK") -> 
 
 def initial_parameters(strategy: str, run_dir: str) -> dict[str, str]:
     """Ranks start from different random weights; after prepare all hold rank 0's."""
-    import os
-
     trainer = distkit.Trainer({"strategy": strategy, "run_dir": run_dir, "log.to": ["jsonl"]})
     torch.manual_seed(int(os.environ["RANK"]))
     net: Any = TinyGPT()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,15 @@ every_two = pytest.mark.parametrize("strategy", sorted({name for name, _ in many
 
 @pytest.fixture(scope="session")
 def reference(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The one-process run with the same arguments, trained once."""
+    """The one-process run of a case with the same arguments, done once."""
 
     @cache
-    def run(frozen: str) -> dict[str, Any]:
-        import json
+    def run(case: str, frozen: str) -> Any:
+        folder = str(tmp_path_factory.mktemp("ref"))
+        return pool.run(CASES + case, 1, strategy="single", run_dir=folder, **json.loads(frozen))[0]
 
-        arguments = json.loads(frozen)
-        return pool.run(
-            CASES + "train", 1, strategy="single", run_dir=str(tmp_path_factory.mktemp("ref")), **arguments
-        )[0]
-
-    def get(**arguments: Any) -> dict[str, Any]:
-        import json
-
-        return run(json.dumps(arguments, sort_keys=True))
+    def get(case: str = "train", **arguments: Any) -> Any:
+        return run(case, json.dumps(arguments, sort_keys=True))
 
     return get
 
@@ -56,6 +51,13 @@ def reference(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def readers(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One rank of each tensor group, since all of a group read the same samples."""
     return [result for result in results if result["tensor_rank"] == 0]
+
+
+def samples_of_steps(results: list[dict[str, Any]], accumulate: int) -> list[list[int]]:
+    """What all ranks together read in each optimizer step."""
+    batches = [[i for rank in readers(results) for i in rank["order"][n]] for n in range(len(results[0]["order"]))]
+    starts = range(0, len(batches), accumulate)
+    return [sorted(i for batch in batches[start : start + accumulate] for i in batch) for start in starts]
 
 
 def column(result: dict[str, Any], name: str) -> list[float]:
@@ -77,15 +79,21 @@ def assert_same_training(
 def test_training_equals_one_process(
     pool: Pool, reference: Any, tmp_path: Path, strategy: str, processes: int, accumulate: int
 ) -> None:
-    """L1, L2, L3, R1, P1, P5, K11: losses, norms and rates for accumulation 1 and 3, with clipping and groups."""
+    """L1, L2, L3, R1, P1, P5, K11: losses, norms and rates for accumulation 1 and 3, with clipping and groups.
+
+    D1, C2: each step's samples are those of the one-process run, and two epochs differ.
+    """
     same = {"scheduler": True, "settings": {"optim.clip_norm": 0.5}}
     expected = reference(**same)
     settings = {"optim.clip_norm": 0.5, "batch.accumulate": accumulate}
-    result = pool.run(
+    results = pool.run(
         CASES + "train", processes, strategy=strategy, run_dir=str(tmp_path), scheduler=True, settings=settings
-    )[0]
-    assert_same_training(result, expected)
-    assert result["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    )
+    assert_same_training(results[0], expected)
+    assert results[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    order = expected["order"]
+    assert samples_of_steps(results, accumulate) == [sorted(batch) for batch in order]
+    assert order[: len(order) // 2] != order[len(order) // 2 :]
 
 
 @every_world
@@ -107,19 +115,6 @@ def test_uneven_tail_and_weights(
     assert_same_training(result[0], expected)
     seen = [[i for batch in rank["order"] for i in batch] for rank in readers(result)]
     assert sorted(i for rank in seen for i in rank) == sorted([*range(29), *range(29)])
-
-
-@every_many
-def test_ranks_read_the_same_steps_as_one_process(
-    pool: Pool, reference: Any, tmp_path: Path, strategy: str, processes: int
-) -> None:
-    """D1, C2: each step's samples are those of the one-process run, and two epochs differ."""
-    expected = reference(scheduler=True, settings={"optim.clip_norm": 0.5})["order"]
-    results = pool.run(CASES + "train", processes, strategy=strategy, run_dir=str(tmp_path))
-    steps = [sorted(i for rank in readers(results) for i in rank["order"][step]) for step in range(len(expected))]
-    assert steps == [sorted(batch) for batch in expected]
-    half = len(expected) // 2
-    assert expected[:half] != expected[half:]
 
 
 @every_world
@@ -199,8 +194,9 @@ def test_bf16_keeps_fp32_masters(pool: Pool, reference: Any, tmp_path: Path, str
 @every_world
 def test_resume_in_mid_epoch_is_exact(pool: Pool, tmp_path: Path, strategy: str, processes: int) -> None:
     """C1, C2: killed after step 5, whose last checkpoint is of step 4; what comes after equals the undisturbed run."""
-    same = {"data": 29, "epochs": 3, "scheduler": True, "settings": {"checkpoint.every_steps": 2}}
+    same: dict[str, Any] = {"data": 29, "epochs": 3, "scheduler": True}
     whole = pool.run(CASES + "train", processes, strategy=strategy, run_dir=str(tmp_path / "a"), **same)
+    same["settings"] = {"checkpoint.every_steps": 2}
     part = pool.run(CASES + "train", processes, strategy=strategy, run_dir=str(tmp_path / "b"), stop_after=5, **same)
     rest = pool.run(CASES + "train", processes, strategy=strategy, run_dir=str(tmp_path / "b"), **same)
     assert len(part[0]["log"]) == 5
@@ -214,45 +210,42 @@ def test_resume_in_mid_epoch_is_exact(pool: Pool, tmp_path: Path, strategy: str,
 
 
 @every_world
-def test_checkpoints_move_to_and_from_one_process(pool: Pool, tmp_path: Path, strategy: str, processes: int) -> None:
-    """K8, K9: parameters and optimizer states are the same bits after a move, in both directions."""
-    settings = {"max_steps": 4}
-    run = pool.run(CASES + "train", processes, strategy=strategy, run_dir=str(tmp_path / "a"), settings=settings)[0]
-    source = str(tmp_path / "a" / "checkpoints" / "step-00000004")
-    assert len(run["shards"]) > 20
-    single = pool.run(CASES + "resume_only", 1, strategy="single", run_dir=str(tmp_path / "b"), source=source)[0]
-    assert single == run["shards"]
-    source = str(tmp_path / "b" / "checkpoints" / "step-00000004")
-    back = pool.run(CASES + "resume_only", processes, strategy=strategy, run_dir=str(tmp_path / "c"), source=source)[0]
-    assert back == run["shards"]
-
-
-@every_many
-def test_the_run_goes_on_at_another_world_size(
+def test_checkpoints_move_to_and_from_one_process(
     pool: Pool, reference: Any, tmp_path: Path, strategy: str, processes: int
 ) -> None:
-    """C4: three steps on `processes` ranks, the rest on one; the same global sequence, losses within 1e-5."""
-    expected = reference(epochs=3, data=29)
-    run_dir = str(tmp_path)
-    pool.run(
-        CASES + "train", processes, strategy=strategy, run_dir=run_dir, epochs=3, data=29, settings={"max_steps": 4}
-    )
-    result = pool.run(CASES + "train", 1, strategy="single", run_dir=run_dir, epochs=3, data=29)[0]
-    assert_same_training(result, expected)
+    """K8, K9: parameters and optimizer states are the same bits after a move, in both directions.
+
+    C4: four steps on `processes` ranks, the rest on one; the same global sequence, losses within 1e-5.
+    """
+    same = {"epochs": 3, "data": 29}
+    run = pool.run(
+        CASES + "train", processes, strategy=strategy, run_dir=str(tmp_path / "a"), settings={"max_steps": 4}, **same
+    )[0]
+    source = str(tmp_path / "a" / "checkpoints" / "step-00000004")
+    assert len(run["shards"]) > 20
+    moved = {"source": source, "data": 29}
+    single = pool.run(CASES + "resume_only", 1, strategy="single", run_dir=str(tmp_path / "b"), **moved)[0]
+    assert single == run["shards"]
+    moved["source"] = str(tmp_path / "b" / "checkpoints" / "step-00000004")
+    back = pool.run(CASES + "resume_only", processes, strategy=strategy, run_dir=str(tmp_path / "c"), **moved)[0]
+    assert back == run["shards"]
+    rest = pool.run(CASES + "train", 1, strategy="single", run_dir=str(tmp_path / "a"), **same)[0]
+    assert_same_training(rest, reference(**same))
 
 
 @every_world
-@pytest.mark.parametrize(("data", "batch"), [(13, 3), (3, 2), (1, 4)])
 def test_evaluation_counts_each_sample_once(
-    pool: Pool, tmp_path: Path, strategy: str, processes: int, data: int, batch: int
+    pool: Pool, reference: Any, tmp_path: Path, strategy: str, processes: int
 ) -> None:
     """D6: also with sizes that don't divide and fewer samples than ranks."""
-    results = pool.run(CASES + "evaluate", processes, strategy=strategy, run_dir=str(tmp_path), data=data, batch=batch)
-    single = pool.run(CASES + "evaluate", 1, strategy="single", run_dir=str(tmp_path / "s"), data=data, batch=data)[0]
-    for metrics in results:
-        assert metrics["samples"] == data
-        assert metrics["index_sum"] == pytest.approx((data - 1) / 2)
-        assert metrics["loss"] == pytest.approx(single["loss"], rel=1e-6)
+    sizes = ((13, 3), (3, 2), (1, 4))
+    results = pool.run(CASES + "evaluate", processes, strategy=strategy, run_dir=str(tmp_path), sizes=sizes)
+    expected = reference("evaluate", sizes=[(data, data) for data, _ in sizes])
+    for found in results:
+        for (data, _), metrics, single in zip(sizes, found, expected, strict=True):
+            assert metrics["samples"] == data
+            assert metrics["index_sum"] == pytest.approx((data - 1) / 2)
+            assert metrics["loss"] == pytest.approx(single["loss"], rel=1e-6)
 
 
 @every_world
@@ -285,10 +278,10 @@ def test_all_ranks_start_from_rank_0s_weights(pool: Pool, tmp_path: Path, strate
 
 
 @every_world
-def test_two_models_and_optimizers(pool: Pool, tmp_path: Path, strategy: str, processes: int) -> None:
+def test_two_models_and_optimizers(pool: Pool, reference: Any, tmp_path: Path, strategy: str, processes: int) -> None:
     """A GAN through backward() and optimizer_step(): equal to one process, one step a batch."""
-    expected = pool.run(CASES + "gan", 1, strategy="single", run_dir=str(tmp_path / "s"))[0]
-    result = pool.run(CASES + "gan", processes, strategy=strategy, run_dir=str(tmp_path / "r"))[0]
+    expected = reference("gan")
+    result = pool.run(CASES + "gan", processes, strategy=strategy, run_dir=str(tmp_path))[0]
     assert [line["step"] for line in result["log"]] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "loss_1", "grad_norm", "grad_norm_1"):
         assert column(result, name) == pytest.approx(column(expected, name), abs=1e-5)

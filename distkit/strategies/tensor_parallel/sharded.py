@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from distkit.errors import UsageError
 from distkit.strategies.tensor_parallel.group import TensorGroup, gather_from_group, part_is_used
 from distkit.strategies.tensor_parallel.loss import cross_entropy_of_part
+from distkit.strategies.tensor_parallel.result_shapes import result_on_meta
 
 __all__ = ["ShardedTensor", "local_part", "show_local_parts", "whole"]
 
@@ -127,10 +128,9 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     group, name = sharded[0].group, getattr(func, "__name__", str(func))
     flat = [_matching_part(_used_in_part(value, group), sharded, name) for value in flat]
     local_args, local_kwargs = tree_unflatten([_local(value) for value in flat], spec)
-    meta_args, meta_kwargs = tree_unflatten([_meta(value) for value in flat], spec)
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            expected = func(*meta_args, **meta_kwargs)
+            expected = result_on_meta(func, args, kwargs)
             part = func(*local_args, **local_kwargs)
         except (RuntimeError, IndexError, TypeError) as error:  # values asked of meta tensors among them
             raise _refused(name, str(error)) from error
@@ -198,14 +198,6 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _local(value: Any) -> Any:
     return value.local if isinstance(value, ShardedTensor) else value
-
-
-def _meta(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _used_in_part(value: Any, group: TensorGroup) -> Any:

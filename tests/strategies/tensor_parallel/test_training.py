@@ -93,14 +93,13 @@ def test_checkpoints_move_both_ways(pool: Pool, tmp_path: Path, strategy: str) -
     single = pool.run(RESUME, 1, strategy="single", run_dir=str(tmp_path / "b"), source=source)[0]
     assert single == run["shards"]
     source = str(tmp_path / "b" / "checkpoints" / "step-00000004")
-    rest = {"settings": {"parallel.tensor": 2, "checkpoint.resume": source, "max_steps": 4}}
-    back = pool.run(TRAIN, 4, strategy=strategy, run_dir=str(tmp_path / "c"), **rest)[0]
-    assert back["model"] == run["model"]
     whole = pool.run(TRAIN, 1, strategy="single", run_dir=str(tmp_path / "d"), settings={"checkpoint.resume": source})[
         0
     ]
-    rest["settings"]["max_steps"] = None
-    on = pool.run(TRAIN, 4, strategy=strategy, run_dir=str(tmp_path / "e"), **rest)[0]
+    settings = {"parallel.tensor": 2, "checkpoint.resume": source}
+    back = {"strategy": strategy, "run_dir": str(tmp_path / "c"), "settings": settings, "look_at_start": True}
+    on = pool.run(TRAIN, 4, **back)[0]
+    assert on["start"] == run["model"]
     assert [line["loss"] for line in on["log"]] == pytest.approx([line["loss"] for line in whole["log"]], abs=1e-5)
 
 
