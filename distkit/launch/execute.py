@@ -69,7 +69,7 @@ def _check(plan: LaunchPlan) -> None:
     raise LaunchError(
         f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'} on {len(bad)} of {len(plan.places)} hosts "
         "(the table above); nothing was started",
-        hint=f"mend them, or leave hosts out: --exclude {'@'.join(sorted(bad))}",
+        hint="mend them" + (f", or leave hosts out: --exclude {'@'.join(sorted(bad))}" if fit > 0 else ""),
     )
 
 

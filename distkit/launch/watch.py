@@ -27,6 +27,9 @@ _SLACK = 1.25
 _STACK_WITHIN_S = 2.0
 _GIVE_UP_WITHIN_S = 2.0
 """Ranks that wait for the same one reach their time limit within so many seconds."""
+_OUR_FRAMES = ("<frozen runpy>", "distkit/launch/worker.py")
+_HEARTBEAT = "distkit/heartbeat.py"
+_MOST_LINES = 60
 _LEGITIMATE = ("main_first", "closed")
 
 
@@ -109,7 +112,20 @@ def python_stack(run_dir: Path, rank: int, pid: int) -> tuple[str, ...]:
             if more and more == text:  # it has stopped growing
                 break
             text = more
-    return tuple(line for line in text.splitlines() if line.strip())[:60]
+    return tuple(_readable(text))
+
+
+def _readable(text: str) -> list[str]:
+    """The threads of a faulthandler's text, the main one first, without our own frames and Python's start."""
+    threads: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            threads.append([line])
+        elif line.strip() and threads and not any(part in line for part in _OUR_FRAMES):
+            threads[-1].append(line)
+    users = [thread for thread in threads if len(thread) > 1 and not any(_HEARTBEAT in line for line in thread)]
+    users.sort(key=lambda thread: not thread[0].startswith("Current"))
+    return [line for thread in users for line in thread][:_MOST_LINES]
 
 
 def late_failures(run_dir: Path, processes: int, pids: Mapping[int, int], *, after_timeout: bool) -> list[Failure]:

@@ -158,7 +158,14 @@ class Request:
         """
         if always_elastic or is_elastic(self.options):
             return self.here(self._attempts(launcher, environment, repeats), environment)
-        own: tuple[str, ...] = ("-m", "distkit.launch.external", "--run-dir", str(self.run_dir), "--grace-s", f"{self.grace_s:g}")
+        own: tuple[str, ...] = (
+            "-m",
+            "distkit.launch.external",
+            "--run-dir",
+            str(self.run_dir),
+            "--grace-s",
+            f"{self.grace_s:g}",
+        )
         own = (*own, "--step-s", f"{self.step_s:g}")
         more = (*self._ssh_words(), *(word for host in self.hosts for word in ("--host", host.name)))
         return self.here(
