@@ -27,6 +27,7 @@ from distkit.launch.failure import Failure, log_path
 from distkit.launch.fleet import sweep_hosts
 from distkit.launch.hosts import is_this_host
 from distkit.launch.marked import is_worker, marked, rank_of, sweep
+from distkit.launch.processes import end_with_parent
 from distkit.launch.ssh import SshOptions
 from distkit.launch.watch import HangWatch, is_timeout, late_failures
 from distkit.launch.worker import LAUNCH_VARIABLE
@@ -152,7 +153,7 @@ class ExternalRun(Attempt):
                 text=True,
                 errors="replace",
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         except OSError as error:
             raise LaunchError(
@@ -280,14 +281,6 @@ class ExternalRun(Attempt):
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
-
-
-def _end_with_parent() -> None:
-    """In the launcher, before it runs: SIGTERM when we die (prctl(2), PR_SET_PDEATHSIG), so that it ends its ranks."""
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
 
 
 if __name__ == "__main__":

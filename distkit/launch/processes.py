@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CAN_WATCH", "Exit", "Workers"]
+__all__ = ["CAN_WATCH", "Exit", "Workers", "end_with_parent"]
 
 CAN_WATCH = hasattr(os, "waitid")
 """False on macOS before Python 3.13: torchrun's own polling has to do there, with its own grace time of 30 s."""
@@ -152,3 +153,12 @@ class Workers:
         with self._lock:
             if self._pids.get(rank) == pid:
                 self._exits[rank] = Exit(code, now, self._sent.get(rank))
+
+
+def end_with_parent() -> None:
+    """In a program that we start, before it runs: SIGTERM when we die (prctl(2), PR_SET_PDEATHSIG), so that it ends its
+    ranks."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)

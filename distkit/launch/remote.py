@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from distkit.errors import DistkitError, LaunchError
 from distkit.launch.marked import is_worker, marked, sweep
+from distkit.launch.processes import end_with_parent
 from distkit.launch.worker import LAUNCH_VARIABLE
 
 __all__ = ["ALIVE_EVERY_S", "Order", "main", "mark_of", "tell"]
@@ -142,6 +143,7 @@ class _Remote:
                 env={**os.environ, **order.environment},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         except OSError as error:
             raise LaunchError(

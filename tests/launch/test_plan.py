@@ -47,7 +47,7 @@ def test_command_environment_and_folder(machine: Machine) -> None:
     assert made.run_dir == run_dir
     assert host.command == (
         *("python", "-m", "distkit.launch.agent", "--run-dir", run_dir, "--grace-s", "30"),
-        *("--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "3"),
+        *("--step-s", "600", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "3"),
         *("--standalone", "--rdzv-id", "script", "--rdzv-conf", "timeout=300"),
         *("-m", "distkit.launch.worker", "--run-dir", run_dir, "--output", "all"),
         *(str(machine.directory / "script.py"), "--lr", "a b"),
