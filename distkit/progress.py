@@ -41,9 +41,17 @@ class Progress:
     _samples_at: int = 0
 
     def total_steps(self, loader: PreparedLoader | None, limit: int | None) -> int | None:
-        """Optimizer steps of the whole run, where they can be known."""
+        """Optimizer steps of the whole run, where they can be known.
+
+        A run that goes on with another global batch has made its steps with the old one, and makes the rest with this.
+        """
         per_epoch = loader.steps_per_epoch if loader is not None else None
         total = self.planned_epochs * per_epoch if self.planned_epochs is not None and per_epoch is not None else None
+        batch = loader.plan.global_batch if loader is not None else None
+        if total is not None and batch:
+            made = self.samples / batch  # steps of this size; the last of an epoch may be smaller
+            if abs(made - self.step) > self.epoch + 1:
+                total = self.step + max(0, round(total - made))
         if limit is not None:
             return limit if total is None else min(limit, total)
         return total

@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
         "world",
         "state",
         "signals",
+        "heartbeat",
         "requeue",
         "seeds",
         "callbacks",
