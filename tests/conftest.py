@@ -13,10 +13,11 @@ from tests.pool import CLEAN, Pool
 TOGETHER = (
     "tests/chaos/",
     "tests/checkpoint/foreign/",
+    "tests/cluster/",
     "tests/launch/test_elastic.py",
     "tests/recipes/test_recipes.py::test_gpt_has_the_same_losses",
 )
-"""Beginnings of the names of tests that share what takes long to make: rounds, engines' checkpoints, reference runs."""
+"""Beginnings of the names of tests that share what takes long to make: rounds, engines' checkpoints, hosts, reference runs."""
 
 
 @pytest.hookimpl(optionalhook=True)
