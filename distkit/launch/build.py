@@ -18,6 +18,7 @@ from distkit.config.naming import run_name
 from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, LaunchError
 from distkit.launch.choosing import choose_launcher
+from distkit.launch.exports import exported, exported_names
 from distkit.launch.launchers import launcher_of
 from distkit.launch.launchers.base import Request, is_elastic
 from distkit.launch.placing import hosts_of, nodes_of, processes_on_each
@@ -96,6 +97,7 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
         commands.files,
         tuple(host.name for host in hosts),
         _checks(options, launcher, hosts, loaded, machine, target),
+        exported(machine.environ, exported_names(machine.environ, (), options.export)) if hosts else {},
     )
 
 

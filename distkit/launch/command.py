@@ -210,12 +210,17 @@ def _check_choices(output: str, dry_run: bool, as_json: bool) -> None:
 
 def _print(plan: LaunchPlan, as_json: bool) -> None:
     """The plan: on standard output only what a program or a shell reads."""
+    from distkit.masking import mask_environment
+
     if as_json:
         import json
 
         sys.stdout.write(json.dumps(plan.as_dict(), indent=2) + "\n")
         return
     _say(plan)
+    if plan.exports:
+        shown = " ".join(f"{name}={value}" for name, value in mask_environment(plan.exports).items())
+        sys.stderr.write(f"distkit-run: exported to the hosts: {shown}\n")
     for file in plan.files:
         sys.stdout.write(f"# {file.path}\n{file.text}\n")
     for host in plan.hosts:

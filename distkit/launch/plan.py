@@ -159,6 +159,7 @@ class LaunchPlan:
         files: Written before anything starts.
         places: Names of the hosts on which processes run; empty is this one, or the scheduler's choice.
         checks: What these hosts must have; None where nothing is looked at.
+        exports: Variables that processes on other hosts get, beside those that the plan adds.
     """
 
     strategy: str | None
@@ -171,6 +172,7 @@ class LaunchPlan:
     files: tuple[PlannedFile, ...] = field(default=())
     places: tuple[str, ...] = field(default=())
     checks: HostChecks | None = None
+    exports: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
@@ -208,5 +210,6 @@ class LaunchPlan:
                 for host in self.hosts
             ],
             "places": list(self.places),
+            "exports": mask_environment(self.exports),
             "files": [{"path": file.path, "text": file.text} for file in self.files],
         }

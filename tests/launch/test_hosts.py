@@ -142,6 +142,8 @@ def test_hosts_over_ssh(machine: Machine) -> None:
     assert "--launcher torchrun --nproc 2 --min-nodes 2 --max-nodes 2 --hosts a:2,b:2 --max-restarts 1 " in line
     assert "--devices a=0,2 --devices b=1,3 -- python -m distkit.launch.worker" in line
     assert "NCCL_DEBUG" in line and ",SECRET," in line and "HTTPS_PROXY" not in line
+    shown = made.as_dict()["exports"]
+    assert shown["NCCL_DEBUG"] == "INFO" and shown["SECRET"] == "***" and "HTTPS_PROXY" not in shown
     assert made.places == ("a", "b") and made.checks is not None and not made.checks.cuda
     assert "GLOO_SOCKET_IFNAME" not in made.hosts[0].environment
 
