@@ -60,7 +60,9 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     launcher.check(options, hosts, machine)
     options = replace(options, nnodes=nodes_of(options, hosts), nproc=processes_on_each(options, hosts))
     strategy = loaded.config.strategy if loaded.origins["strategy"] != "default" else None
-    nproc, about = _processes(options, loaded, strategy, machine)
+    nproc, about = _processes(
+        options, loaded, strategy, replace(machine, gpus=lambda: 0) if launcher.elsewhere else machine
+    )
     notes = [*notes, *said, *about, *_misplaced(options), *_without_checkpoints(options, loaded)]
     _check_folder(options, loaded, hosts)
     title = run_name(loaded.config.name, target, module=options.module)

@@ -16,6 +16,7 @@ LAUNCHERS = {
     "horovodrun": "horovodrun:HorovodrunLauncher",
     "mpirun": "mpirun:MpirunLauncher",
     "slurm": "slurm:SlurmLauncher",
+    "kubernetes": "kubernetes:KubernetesLauncher",
 }
 """Module and class of each, by the name that ``--launcher`` takes."""
 

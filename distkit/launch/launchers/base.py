@@ -233,6 +233,9 @@ class Launcher(ABC):
     over_ssh: ClassVar[bool] = False
     """Whether it starts other hosts over ssh, and only so."""
 
+    elsewhere: ClassVar[bool] = False
+    """Whether no process runs on this machine, so that its GPUs say nothing."""
+
     def check(self, options: LaunchOptions, hosts: Sequence[Host], machine: Machine) -> None:
         """Refuse options that this launcher has no use for, and a launcher that isn't there.
 
