@@ -86,6 +86,7 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
         step_s=loaded.config.timeouts.step_s,
         environment={VARIABLE: settings.to_json(), **_environment(options, hosts, loaded, machine, nproc)},
         requeue=loaded.config.checkpoint.requeue,
+        device=loaded.config.device,
     )
     commands = launcher.commands(request)
     return LaunchPlan(

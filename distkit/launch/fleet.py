@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from distkit.errors import LaunchError
 from distkit.launch.attempt import Attempt
@@ -24,13 +24,39 @@ from distkit.launch.remote import ALIVE_EVERY_S, Order, mark_of
 from distkit.launch.ssh import CONNECT_S, SshOptions
 from distkit.launch.worker import LAUNCH_VARIABLE
 
-__all__ = ["FleetRun", "reachable", "sweep_hosts"]
+__all__ = ["FleetRun", "Link", "reachable", "sweep_hosts"]
 
 _SILENCE_S = 16.0
 """A host that was silent for so long is lost: eight signs of life."""
 _START_SILENCE_S = 60.0
 _LOST = 255
 _END_WITHIN_S = 12.0
+
+
+class Link(Protocol):
+    """The way to a host: a process of ssh, or what behaves like one; its streams are those of the other side."""
+
+    @property
+    def stdin(self) -> IO[str] | None: ...
+
+    @property
+    def stdout(self) -> IO[str] | None: ...
+
+    @property
+    def stderr(self) -> IO[str] | None: ...
+
+    def poll(self) -> int | None:
+        """Its exit status, once there is one."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it ends; its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: It didn't within so many seconds.
+        """
+
+    def kill(self) -> None:
+        """End it now."""
 
 
 @dataclass
@@ -40,7 +66,7 @@ class _Part:
     host: str
     mark: str
     first_rank: int
-    process: subprocess.Popen[str]
+    process: Link
     pipes: list[threading.Thread] = field(default_factory=list)
     heard: float | None = None
     ended: int | None = None
@@ -94,28 +120,11 @@ class FleetRun(Attempt):
             LaunchError: ssh isn't there, or the run's folder can't be made.
         """
         self.prepare()
-        own = os.uname().nodename
         for place, host in enumerate(self._hosts):
             mark = f"{self.id}.{place}"
             variables = {**environments[place], LAUNCH_VARIABLE: mark}
             order = Order(str(Path.cwd()), tuple(commands[place]), variables, self._grace_s, _SILENCE_S, self._agents)
-            program = [python, "-m", "distkit.launch.remote"]
-            words = program if is_this_host(host, own) else self._ssh.command(host, program)
-            try:
-                process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,
-                )
-            except OSError as error:
-                self._tell_all(end=True)
-                raise LaunchError(
-                    f"{words[0]!r} can't be started: {error.strerror}", hint="apt-get install openssh-client"
-                ) from error
+            process = self._open(place, python)
             part = _Part(host, mark, place * self._nproc, process)
             self._parts.append(part)
             self._write(part, order.to_json())
@@ -124,6 +133,26 @@ class FleetRun(Attempt):
                 thread = threading.Thread(target=self._pass_on, args=(part, source, screen), daemon=True)
                 thread.start()
                 part.pipes.append(thread)
+
+    def _open(self, place: int, python: str) -> Link:
+        """Start :mod:`distkit.launch.remote` on a host."""
+        host, program = self._hosts[place], [python, "-m", "distkit.launch.remote"]
+        words = program if is_this_host(host, os.uname().nodename) else self._ssh.command(host, program)
+        try:
+            return subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._tell_all(end=True)
+            raise LaunchError(
+                f"{words[0]!r} can't be started: {error.strerror}", hint="apt-get install openssh-client"
+            ) from error
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> int:
         """Until all hosts have ended or are lost; the first exit status that isn't 0."""

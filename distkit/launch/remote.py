@@ -136,6 +136,8 @@ class _Remote:
 
     def _start(self) -> None:
         order = self._order
+        # Ray's processes hold SIGINT back, and what they start inherits that (ray 2.60.0, ray/_private/services.py).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
         try:
             self._child = subprocess.Popen(
                 list(order.command),

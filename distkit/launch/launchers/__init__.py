@@ -17,6 +17,7 @@ LAUNCHERS = {
     "mpirun": "mpirun:MpirunLauncher",
     "slurm": "slurm:SlurmLauncher",
     "kubernetes": "kubernetes:KubernetesLauncher",
+    "ray": "ray:RayLauncher",
 }
 """Module and class of each, by the name that ``--launcher`` takes."""
 

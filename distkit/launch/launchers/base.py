@@ -64,6 +64,7 @@ class Request:
         step_s: Time limit of a collective, in seconds.
         environment: What every process gets.
         requeue: Whether ``checkpoint.requeue`` is on.
+        device: What the settings say of it.
     """
 
     options: LaunchOptions
@@ -80,6 +81,7 @@ class Request:
     step_s: float
     environment: Mapping[str, str]
     requeue: bool = False
+    device: str = "auto"
 
     RUN_DIR: ClassVar[str] = "@@run-dir@@"
     """Stands for the run's folder in :meth:`again`."""
