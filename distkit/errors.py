@@ -12,6 +12,7 @@ __all__ = [
     "DistkitError",
     "LaunchError",
     "OutOfStepError",
+    "PlanError",
     "StrategyUnavailable",
     "UsageError",
 ]
@@ -57,3 +58,7 @@ class DataError(DistkitError):
 
 class OutOfStepError(DistkitError):
     """Ranks called different verbs at the same moment, or hold different models."""
+
+
+class PlanError(DistkitError):
+    """What is to be planned makes no sense: a model, hardware or a batch that can't be."""

@@ -1,0 +1,73 @@
+"""How a run is laid out over the devices: strategy, tensor groups, offload and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from distkit.advise.hardware import Hardware
+from distkit.advise.models import ModelShape
+
+__all__ = ["Layout", "layouts"]
+
+_ENGINES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One candidate.
+
+    Args:
+        strategy: As in the settings.
+        tensor: Ranks of a tensor group, which lies inside of a node.
+        data: Data-parallel ranks.
+        shard_ranks: How many of them split what is split.
+        shards: What: parameters, gradients, optimizer.
+        offload: ``none``, ``optimizer`` or ``params``.
+        recompute: ``none`` or ``full``: activation checkpointing.
+    """
+
+    strategy: str
+    tensor: int
+    data: int
+    shard_ranks: int
+    shards: frozenset[str]
+    offload: str = "none"
+    recompute: str = "none"
+
+    @property
+    def engine(self) -> str:
+        """Who keeps the states."""
+        return _ENGINES.get(self.strategy, "torch")
+
+    def describe(self) -> str:
+        """``zero3, tensor 4, offload optimizer, recomputation``."""
+        words = [self.strategy, *([f"tensor {self.tensor}"] if self.tensor > 1 else [])]
+        words += [f"offload {self.offload}"] if self.offload != "none" else []
+        words += ["recomputation"] if self.recompute != "none" else []
+        return ", ".join(words)
+
+
+def layouts(model: ModelShape, hardware: Hardware) -> Iterator[Layout]:
+    """All that could be tried on this hardware, from the simplest on.
+
+    A tensor group never leaves a node, and its size divides the heads and the devices of a node.
+    """
+    from distkit.strategies.registry import strategy_class
+
+    for tensor in range(1, hardware.each + 1):
+        if hardware.each % tensor or model.heads % tensor or model.kv_heads % tensor or model.feed_forward % tensor:
+            continue
+        data = hardware.devices // tensor
+        for name in ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "zero3"):
+            capabilities = strategy_class(name).capabilities
+            ranks = hardware.each // tensor if name == "hsdp" else data
+            if (name == "single") != (hardware.devices == 1) or (tensor > 1 and not capabilities.tensor_parallel):
+                continue
+            if name == "hsdp" and (hardware.nodes == 1 or ranks == 1):
+                continue
+            plain = Layout(name, tensor, data, ranks, capabilities.shards)
+            for offload in ("none", "optimizer", "params"):
+                if offload in capabilities.offload:
+                    for recompute in ("none", "full"):
+                        yield replace(plain, offload=offload, recompute=recompute)

@@ -1,0 +1,115 @@
+"""The answer for people: a table with the recommendation, its reasons, and the lines to type."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from distkit.advise.advisor import Advice, Candidate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["launch_line", "settings_of", "show_advice"]
+
+
+def settings_of(advice: Advice, candidate: Candidate) -> dict[str, object]:
+    """The settings that make a run like this candidate."""
+    layout = candidate.layout
+    found: dict[str, object] = {
+        "strategy": layout.strategy,
+        "precision": advice.task.precision,
+        "batch.size": advice.task.batch,
+        "batch.per": "global",
+        "batch.accumulate": candidate.accumulate,
+    }
+    if layout.tensor > 1:
+        found["parallel.tensor"] = layout.tensor
+    if layout.offload != "none":
+        found["memory.offload"] = layout.offload
+    if layout.recompute != "none":
+        found["memory.activation_checkpointing"] = layout.recompute
+    return found
+
+
+def launch_line(advice: Advice, candidate: Candidate) -> str:
+    """The `distkit-run` line for it."""
+    settings = settings_of(advice, candidate)
+    hardware = advice.hardware
+    words = ["distkit-run", "-s", str(settings.pop("strategy")), "--nproc", str(hardware.each)]
+    if hardware.nodes > 1:
+        words += ["--hostfile", "hosts"]
+    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return shlex.join([*words, "train.py"])
+
+
+def show_advice(advice: Advice, console: Console) -> None:
+    """Print it."""
+    from rich import box
+    from rich.table import Table
+
+    model, task = advice.task.model, advice.task
+    typical = " (a typical shape is assumed)" if model.assumed else ""
+    console.print(
+        f"{model.name}: {model.parameters / 1e9:.3g}B parameters, {model.layers} layers of {model.hidden}{typical}; "
+        f"{task.optimizer}, {task.precision}; batch {task.batch} x {task.sequence} tokens"
+    )
+    console.print(advice.hardware.describe())
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (
+        "strategy",
+        "accumulate",
+        "memory GB",
+        "of states",
+        "activations",
+        "traffic GB",
+        "step s",
+        "tokens/s",
+        "",
+    ):
+        table.add_column(name, justify="left" if name in ("strategy", "") else "right")
+    for candidate in _shown(advice):
+        table.add_row(*_row(candidate, candidate is advice.recommended))
+    console.print(table)
+    left = len(advice.candidates) - len(_shown(advice))
+    if left > 0:
+        console.print(f"{left} more that are slower, or don't fit (--json has all)")
+    chosen = advice.recommended
+    if chosen is None:
+        console.print(advice.reason)
+        return
+    console.print(f"take {chosen.layout.describe()}: {advice.reason}")
+    if advice.runner_up is not None:
+        console.print(f"runner-up: {advice.runner_up.layout.describe()}: {advice.runner_up.reason}")
+    console.print(f"step {chosen.step.total:.2f} s, between {chosen.fast:.2f} and {chosen.slow:.2f}")
+    if len(advice.path) > 1:
+        console.print(f"start with {advice.path[0]}, go on to {', then '.join(advice.path[1:])}")
+    for rule in advice.rules:
+        console.print(f"rule {rule.id}: {rule.says} ({rule.source})")
+    console.print(launch_line(advice, chosen), soft_wrap=True)
+
+
+def _shown(advice: Advice) -> tuple[Candidate, ...]:
+    """The best of each strategy, with and without tensor groups."""
+    found: dict[tuple[str, bool], Candidate] = {}
+    for candidate in advice.candidates:
+        found.setdefault((candidate.layout.strategy, candidate.layout.tensor > 1), candidate)
+    return tuple(found.values())
+
+
+def _row(candidate: Candidate, chosen: bool) -> tuple[str, ...]:
+    memory, traffic = candidate.memory, candidate.traffic
+    name = ("* " if chosen else "  ") + candidate.layout.describe()
+    step = f"{candidate.step.total:.2f}" if candidate.fits else "-"
+    speed = f"{candidate.tokens_per_s:,.0f}" if candidate.fits else "-"
+    return (
+        name,
+        str(candidate.accumulate),
+        f"{memory.total / 1e9:.1f}",
+        f"{memory.states / 1e9:.1f}",
+        f"{memory.activations / 1e9:.1f}",
+        f"{(traffic.intra + traffic.inter) / 1e9:.1f}",
+        step,
+        speed,
+        candidate.reason if not candidate.fits else "",
+    )

@@ -1,0 +1,191 @@
+"""The collectives of a step, exactly: what, how large, over which ranks, how often; and the bytes that each link carries.
+
+A ring sends 2 (n-1)/n of a message for an all-reduce and (n-1)/n for an all-gather or a reduce-scatter (Patarasu and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from distkit.advise.hardware import Hardware
+from distkit.advise.layout import Layout
+from distkit.advise.memory import split_parameters, state_sizes
+from distkit.advise.models import ModelShape
+
+__all__ = ["Collective", "LinkBytes", "collectives_of", "link_bytes"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of them in a step.
+
+    Args:
+        what: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        purpose: For people.
+        message: Bytes of the whole tensor.
+        ranks: Size of the group.
+        in_node: How many of them share a node.
+        groups: Groups that use a node's network at the same time.
+        count: How often in a step.
+        hides: Whether it can overlap with computing.
+        parts: Single calls that it stands for (layers, buckets), each with a latency.
+    """
+
+    what: str
+    purpose: str
+    message: float
+    ranks: int
+    in_node: int
+    groups: int
+    count: float
+    hides: bool
+    parts: int = 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends in a step."""
+        rounds = 2 if self.what == "all_reduce" else 1
+        return rounds * (self.ranks - 1) / self.ranks * self.message * self.count
+
+    @property
+    def crosses(self) -> bool:
+        """Whether its group reaches over nodes."""
+        return self.ranks > self.in_node
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Of one rank in a step, sent.
+
+    Args:
+        intra: Inside of its node.
+        inter: Across nodes, its share of what its node sends.
+        host: To and from host memory.
+    """
+
+    intra: float
+    inter: float
+    host: float
+
+    def as_dict(self) -> dict[str, int]:
+        """Rounded, for JSON."""
+        return {"intra": round(self.intra), "inter": round(self.inter), "host": round(self.host)}
+
+
+def collectives_of(
+    model: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    micro: float,
+    accumulate: int,
+    sequence: int,
+    optimizer: str,
+    precision: str,
+) -> list[Collective]:
+    """What a rank takes part in during one optimizer step.
+
+    Args:
+        model: The model.
+        layout: The candidate.
+        hardware: Where.
+        micro: Sequences in a micro batch of a data-parallel rank.
+        accumulate: Micro batches in a step.
+        sequence: Tokens in a sequence.
+        optimizer: Name of the optimizer.
+        precision: As in the settings.
+    """
+    sizes = state_sizes(precision, optimizer, layout.engine)
+    mine = split_parameters(model, layout.tensor)
+    group = _DataGroup(layout, hardware)
+    found: list[Collective] = []
+    if layout.data > 1:
+        found += _data_parallel(layout, group, mine * sizes.compute, mine * sizes.gradient, accumulate, model.layers)
+    if layout.tensor > 1:
+        value = 4.0 if precision == "fp32" else 2.0
+        passes = 4 + (2 if layout.recompute == "full" else 0)
+        message = value * sequence * micro * model.hidden
+        found.append(
+            Collective(
+                *("all_reduce", "activations between split layers", message, layout.tensor, layout.tensor),
+                groups=1,
+                count=float(passes * model.layers * accumulate),
+                hides=False,
+                parts=passes * model.layers * accumulate,
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _DataGroup:
+    """How the data-parallel ranks lie over the nodes."""
+
+    layout: Layout
+    hardware: Hardware
+
+    @property
+    def in_node(self) -> int:
+        return min(self.layout.data, self.hardware.each // self.layout.tensor)
+
+    def collective(
+        self, what: str, purpose: str, message: float, count: float, parts: int, *, over: str = "all"
+    ) -> Collective:
+        """Over all of them, those of a node, or those at the same place of all nodes."""
+        layout, hardware = self.layout, self.hardware
+        ranks, in_node, groups = layout.data, self.in_node, layout.tensor
+        if over == "node":
+            ranks = in_node
+        elif over == "nodes":
+            ranks, in_node, groups = hardware.nodes, 1, hardware.each
+        return Collective(what, purpose, message, ranks, in_node, groups, count, hides=True, parts=parts)
+
+
+def _data_parallel(
+    layout: Layout, group: _DataGroup, weights: float, gradients: float, accumulate: int, layers: int
+) -> list[Collective]:
+    """By what is split: the sum of gradients, and the weights that have to be gathered."""
+    reduce, gather = "reduce_scatter", "all_gather"
+    if layout.strategy == "hsdp":
+        shard = gradients / layout.shard_ranks
+        return [
+            group.collective(
+                gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers, over="node"
+            ),
+            group.collective(reduce, "gradients in a node", gradients, 1.0, layers, over="node"),
+            group.collective("all_reduce", "gradients across nodes", shard, 1.0, layers, over="nodes"),
+        ]
+    if "parameters" in layout.shards:
+        windows = 1 if layout.strategy == "fsdp" else accumulate  # DeepSpeed reduces after each micro batch
+        return [
+            group.collective(
+                gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers * accumulate
+            ),
+            group.collective(reduce, "gradients", gradients, float(windows), layers * windows),
+        ]
+    if "optimizer" in layout.shards:
+        windows = accumulate if "gradients" in layout.shards else 1
+        return [
+            group.collective(reduce, "gradients", gradients, float(windows), 10 * windows),
+            group.collective(gather, "updated weights", weights, 1.0, 10),
+        ]
+    return [group.collective("all_reduce", "gradients", gradients, 1.0, 10)]
+
+
+def link_bytes(collectives: Iterable[Collective], host: float) -> LinkBytes:
+    """What each link carries for one rank.
+
+    In a ring over nodes, one of a node's ranks in it sends to the next node, and the others inside.
+
+    Args:
+        collectives: Of a step.
+        host: Bytes to and from host memory.
+    """
+    intra = inter = 0.0
+    for one in collectives:
+        across = one.sent / one.in_node if one.crosses else 0.0
+        inter += across
+        intra += one.sent - across
+    return LinkBytes(intra, inter, host)
