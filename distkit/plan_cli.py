@@ -58,6 +58,9 @@ def plan(
     calibrate: Annotated[
         Path | None, typer.Option("--calibrate", metavar="FILE", help="JSON with what was measured there.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures, too.")
+    ] = None,
     framework: Annotated[
         str,
         typer.Option("--framework", metavar="NAME", help="What the code is written for: torch, horovod, tensorflow."),
@@ -98,7 +101,7 @@ def plan(
             "fused_attention": not keeps_scores,
             "framework": framework,
         }
-        _advise(params, model, task, hardware, intra, inter, calibrate, as_json)
+        _advise(params, model, task, hardware, intra, inter, calibrate, html, as_json)
         return
     if not layout or script is None:
         raise UsageError(
@@ -122,6 +125,7 @@ def _advise(
     intra: str | None,
     inter: str | None,
     calibrate: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Every strategy for a model on some hardware."""
@@ -138,6 +142,13 @@ def _advise(
     shape = model_named(model) if model is not None else model_of_size(parse_parameters(str(params)))
     shares = None if calibrate is None else Calibration.read(calibrate)
     found = advise(Task(shape, **task), parse_hardware(hardware, intra=intra, inter=inter), shares)
+    if html is not None:
+        from distkit.advise.page import page_of
+
+        try:
+            html.write_text(page_of(found), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html {html} can't be written: {error.strerror}", hint="--html plan.html") from error
     if as_json:
         sys.stdout.write(json.dumps(found.as_dict(), indent=2) + "\n")
         return

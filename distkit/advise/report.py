@@ -10,7 +10,7 @@ from distkit.advise.advisor import Advice, Candidate
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["launch_line", "settings_of", "show_advice"]
+__all__ = ["launch_line", "settings_of", "show_advice", "shown"]
 
 
 def settings_of(advice: Advice, candidate: Candidate) -> dict[str, object]:
@@ -68,10 +68,10 @@ def show_advice(advice: Advice, console: Console) -> None:
         "",
     ):
         table.add_column(name, justify="left" if name in ("strategy", "") else "right")
-    for candidate in _shown(advice):
+    for candidate in shown(advice):
         table.add_row(*_row(candidate, candidate is advice.recommended))
     console.print(table)
-    left = len(advice.candidates) - len(_shown(advice))
+    left = len(advice.candidates) - len(shown(advice))
     if left > 0:
         console.print(f"{left} more that are slower, or don't fit (--json has all)")
     chosen = advice.recommended
@@ -89,7 +89,7 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print(launch_line(advice, chosen), soft_wrap=True)
 
 
-def _shown(advice: Advice) -> tuple[Candidate, ...]:
+def shown(advice: Advice) -> tuple[Candidate, ...]:
     """The best of each strategy, with and without tensor groups."""
     found: dict[tuple[str, bool], Candidate] = {}
     for candidate in advice.candidates:

@@ -60,6 +60,17 @@ def test_json() -> None:
     assert found["assumptions"]["model"]["shape_is_typical"] is True
 
 
+def test_the_page(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    plan(*GUIDE, "--html", str(file))
+    text = file.read_text()
+    assert text.count("<svg") == 4 and "Take zero1, tensor 2" in text and "A100-80G: 80 GB" in text
+    assert "http" not in text and "<script" not in text  # nothing is loaded from elsewhere
+    assert "distkit-run -s zero1" in text and "parallel: {tensor: 2}" in text
+    with pytest.raises(Exception, match="can't be written"):
+        plan(*GUIDE, "--html", "/nowhere/plan.html")
+
+
 def test_published_sizes() -> None:
     """Counted from the shapes, as the models' own files have them."""
     assert FAMILIES["gpt2"].parameters == 124_439_808
