@@ -8,11 +8,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from distkit.advise.advisor import Task
+    from distkit.advise.hardware import Hardware
 
 __all__ = ["plan"]
 
@@ -58,6 +62,9 @@ def plan(
     calibrate: Annotated[
         Path | None, typer.Option("--calibrate", metavar="FILE", help="JSON with what was measured there.")
     ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Only memory: the largest micro batch here, and the fewest nodes.")
+    ] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures, too.")
     ] = None,
@@ -85,6 +92,7 @@ def plan(
     Examples:
       distkit plan --params 13B --batch 256 --accumulate 4 --hardware 4x8xA100-80G --intra nvlink --inter 200Gbps
       distkit plan --model llama3-8b --hardware 8xH100-80G --json
+      distkit plan --model llama3-70b --hardware 1x8xH100-80G --seq 8192 --fit
       distkit plan --layout --set parallel.tensor=4 train.py
       distkit plan --layout -c config.yaml --json train.py --size small
     """
@@ -101,7 +109,7 @@ def plan(
             "fused_attention": not keeps_scores,
             "framework": framework,
         }
-        _advise(params, model, task, hardware, intra, inter, calibrate, html, as_json)
+        _advise(params, model, task, hardware, intra, inter, calibrate, html, fit, as_json)
         return
     if not layout or script is None:
         raise UsageError(
@@ -126,6 +134,7 @@ def _advise(
     inter: str | None,
     calibrate: Path | None,
     html: Path | None,
+    fit: bool,
     as_json: bool,
 ) -> None:
     """Every strategy for a model on some hardware."""
@@ -141,7 +150,11 @@ def _advise(
         raise UsageError("where it is to run was not said", hint="--hardware 4x8xA100-80G --inter 200Gbps")
     shape = model_named(model) if model is not None else model_of_size(parse_parameters(str(params)))
     shares = None if calibrate is None else Calibration.read(calibrate)
-    found = advise(Task(shape, **task), parse_hardware(hardware, intra=intra, inter=inter), shares)
+    where = parse_hardware(hardware, intra=intra, inter=inter)
+    if fit:
+        _fit(Task(shape, **task), where, as_json)
+        return
+    found = advise(Task(shape, **task), where, shares)
     if html is not None:
         from distkit.advise.page import page_of
 
@@ -155,6 +168,19 @@ def _advise(
     from rich.console import Console
 
     show_advice(found, Console())
+
+
+def _fit(task: Task, hardware: Hardware, as_json: bool) -> None:
+    from rich.console import Console
+
+    from distkit.advise.fitting import fits_of
+    from distkit.advise.report import show_fits
+
+    found = fits_of(task, hardware)
+    if as_json:
+        sys.stdout.write(json.dumps({"fit": [one.as_dict() for one in found]}, indent=2) + "\n")
+    else:
+        show_fits(task, hardware, found, Console())
 
 
 def _run_script(script: str, arguments: list[str], file: str | None, overrides: list[str], as_json: bool) -> int:

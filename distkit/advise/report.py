@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from distkit.advise.advisor import Advice, Candidate
+from distkit.advise.advisor import Advice, Candidate, Task
+from distkit.advise.fitting import Fit
+from distkit.advise.hardware import Hardware
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["launch_line", "settings_of", "show_advice", "shown"]
+__all__ = ["launch_line", "settings_of", "show_advice", "show_fits", "shown"]
 
 
 def settings_of(advice: Advice, candidate: Candidate) -> dict[str, object]:
@@ -87,6 +90,21 @@ def show_advice(advice: Advice, console: Console) -> None:
     for rule in advice.rules:
         console.print(f"rule {rule.id}: {rule.says} ({rule.source})")
     console.print(launch_line(advice, chosen), soft_wrap=True)
+
+
+def show_fits(task: Task, hardware: Hardware, found: Sequence[Fit], console: Console) -> None:
+    """Print how far the memory reaches; of each strategy and tensor size the ways that need least are at the end."""
+    from rich import box
+    from rich.table import Table
+
+    console.print(
+        f"{task.model.name}, {task.sequence} tokens, {task.optimizer}, {task.precision} on {hardware.describe()}"
+    )
+    table = Table("strategy", "largest micro batch", "fewest nodes", box=box.SIMPLE_HEAD, pad_edge=False)
+    for fit in sorted(found, key=lambda one: (one.nodes is None, one.nodes or 0, -one.micro)):
+        nodes = "never" if fit.nodes is None else str(fit.nodes)
+        table.add_row(fit.layout.describe(), str(fit.micro) if fit.micro else "-", nodes)
+    console.print(table)
 
 
 def shown(advice: Advice) -> tuple[Candidate, ...]:

@@ -9,7 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from distkit.advise.advisor import Task, advise
+from distkit.advise.fitting import fits_of
 from distkit.advise.hardware import catalogue, parse_hardware
+from distkit.advise.layout import Layout, layouts
+from distkit.advise.memory import memory_of
 from distkit.advise.models import FAMILIES, model_named, parse_parameters
 from distkit.advise.report import launch_line, settings_of
 from distkit.advise.rules import rules
@@ -58,6 +61,31 @@ def test_json() -> None:
         low, high = candidate["step_s_range"]
         assert low <= candidate["step_s"]["total"] <= high
     assert found["assumptions"]["model"]["shape_is_typical"] is True
+
+
+def test_how_far_the_memory_reaches() -> None:
+    hardware = parse_hardware("1x8xA100-80G")
+    task = Task(FAMILIES["llama-13b"], batch=1)
+    found = {one.layout.describe(): one for one in fits_of(task, hardware)}
+    for name, fit in found.items():
+        if fit.micro:
+            assert _gigabytes(task, fit.layout, fit.micro) <= 76 < _gigabytes(task, fit.layout, fit.micro + 1), name
+            assert fit.nodes == 1
+    assert found["ddp"].micro == 0 and found["ddp"].nodes is None  # more nodes don't make it smaller
+    assert found["zero3"].micro < found["zero3, recomputation"].micro
+    large = {one.layout.describe(): one for one in fits_of(Task(FAMILIES["llama-70b"], batch=1), hardware)}
+    nodes = large["zero3"].nodes
+    assert nodes is not None and nodes > 1
+    for count, fits in ((nodes, True), (nodes - 1, False)):
+        there = parse_hardware(f"{count}x8xA100-80G")
+        (layout,) = [one for one in layouts(FAMILIES["llama-70b"], there) if one.describe() == "zero3"]
+        assert (_gigabytes(Task(FAMILIES["llama-70b"], batch=1), layout, 1) <= 76) == fits
+    assert "fewest nodes" in plan("--model", "llama-70b", "--hardware", "8xA100-80G", "--fit")
+
+
+def _gigabytes(task: Task, layout: Layout, micro: int) -> float:
+    same = {"sequence": task.sequence, "optimizer": task.optimizer, "precision": task.precision}
+    return memory_of(task.model, layout, micro=micro, fused_attention=True, **same).total / 1e9  # type: ignore[arg-type]
 
 
 def test_the_page(tmp_path: Path) -> None:
