@@ -15,7 +15,7 @@ from distkit.errors import LaunchError
 from distkit.launch.failure import ErrorRecord, Failure, first_failure, log_path, record_path
 from distkit.launch.report import failure_report
 
-__all__ = ["Attempt", "catch_signals"]
+__all__ = ["Attempt", "catch_signals", "ended_by_signal"]
 
 _SAME_KEYSTROKE_S = 0.3
 
@@ -29,6 +29,16 @@ def catch_signals(handle: Callable[[int], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def ended_by_signal(failures: Sequence[Failure]) -> signal.Signals | None:
+    """The signal on which all ranks that are known to have ended did so in order.
+
+    Slurm sends its warnings to the ranks themselves, and no launcher hears of them.
+    """
+    codes = {failure.code for failure in failures}
+    signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    return next((number for number in signals if codes == {128 + number}), None)
 
 
 class Attempt(ABC):
@@ -104,6 +114,7 @@ class Attempt(ABC):
     def conclude(self, status: int) -> int:
         """Say how the run ended; the exit status."""
         failures = self.failures()
+        self._first = ended_by_signal(failures) or self._first  # it came first: a batch system asks us after the ranks
         asked = [failure for failure in failures if failure.exit_status != 128 + (self._first or 0)]
         if self._first is not None and (self._killed or not asked):
             return self._say_stopped()

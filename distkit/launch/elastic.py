@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from distkit.errors import DistkitError, LaunchError
-from distkit.launch.attempt import Attempt, catch_signals
+from distkit.launch.attempt import Attempt, catch_signals, ended_by_signal
 from distkit.launch.beginning import LAUNCHERS, begin, tidy
 from distkit.launch.failure import Failure
 from distkit.launch.fleet import FleetRun, reachable
@@ -209,7 +209,7 @@ class ElasticRun:
         if self._leaving and all(f.exit_status == _LEFT for f in failures):
             self._say(f"the hosts changed: going on with {', '.join(self._wanted)}")
             return True
-        if self._restarts >= self._options.max_restarts:
+        if ended_by_signal(failures) is not None or self._restarts >= self._options.max_restarts:
             return False
         self._restarts += 1
         step = f": all ranks start again (restart {self._restarts} of {self._options.max_restarts})"

@@ -117,7 +117,8 @@ class _Process:
 def _variable(what: str, default: str) -> str:
     """This process's RANK or SIZE, by the variables of whatever started it (distkit.world needs torch)."""
     torchrun = {"RANK": "RANK", "SIZE": "WORLD_SIZE"}[what]
-    names = (torchrun, f"HOROVOD_{what}", f"OMPI_COMM_WORLD_{what}", f"PMI_{what}")
+    slurm = {"RANK": "SLURM_PROCID", "SIZE": "SLURM_STEP_NUM_TASKS"}[what]
+    names = (torchrun, f"HOROVOD_{what}", f"OMPI_COMM_WORLD_{what}", f"PMI_{what}", slurm)
     return next((os.environ[name] for name in names if os.environ.get(name)), default)
 
 

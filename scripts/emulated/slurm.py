@@ -57,8 +57,12 @@ def write_files(state: Path, name: str, addresses: dict[str, str], cpus: int) ->
         cpus: of each node; more than there are is allowed.
     """
     folder = state / "slurm"
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "etc").mkdir(parents=True)
+    for path in folder.glob("*"):
+        if path.is_dir() and path.name != "etc":  # hosts that had Slurm before have it mounted
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+    (folder / "etc").mkdir(parents=True, exist_ok=True)
     (folder / "state").mkdir()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20 // len(addresses)
     nodes = [

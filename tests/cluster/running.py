@@ -93,7 +93,11 @@ class Run:
 
     def weights(self) -> set[str]:
         """Digests of the weights at the end, of all ranks: one if they are equal."""
-        return {path.read_text() for path in self.folder.glob("weights-*")}
+        return {path.read_text() for path in self.weights_files()}
+
+    def weights_files(self) -> list[Path]:
+        """One for each rank that has come to its end."""
+        return list(self.folder.glob("weights-*"))
 
     def sizes(self, rank: int = 0) -> list[int]:
         """Number of processes at each start of a rank."""

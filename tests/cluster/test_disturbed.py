@@ -89,14 +89,14 @@ def test_a_link_is_cut_and_the_run_goes_on(make: MakeRun, undisturbed: Run) -> N
         run.until_step(5)
         cluster.link("host1", up=False)
         cut = time.monotonic()
-        until(lambda: "host1 is lost" in run.said(), 40)
-        until(lambda: not cluster.programs("host1"), 40)
-        until(lambda: "all ranks start again (restart 1 of 1)" in run.said(), 40)
-        assert time.monotonic() - cut < 45
+        until(lambda: "host1 is lost: no sign of life for" in run.said(), 25)
+        until(lambda: "all ranks start again (restart 1 of 1)" in run.said(), 35)
+        said = time.monotonic() - cut
+        until(lambda: not cluster.programs("host1"), 40)  # they have timeouts.grace_s from when they noticed
+        assert said < 40
         assert process.poll() is None
         cluster.link("host1", up=True)
         assert process.wait(90) == 0, run.said()
-    assert "host1 is lost: no sign of life for" in run.said()
     assert run.sizes() == run.sizes(2) == [4, 4]
     as_undisturbed(run, undisturbed)
     nothing_left(cluster)
@@ -104,14 +104,14 @@ def test_a_link_is_cut_and_the_run_goes_on(make: MakeRun, undisturbed: Run) -> N
 
 def test_ctrl_c(make: MakeRun) -> None:
     run = make("run")
-    with run.started("-s", "ddp", *HOSTS, script=SLOWLY) as process:
+    with run.started("-s", "ddp", *HOSTS, "--set", "checkpoint.at_end=true", script=SLOWLY) as process:
         run.until_step(3)
         process.send_signal(signal.SIGINT)
         assert process.wait(40) == 130
     assert run.said().rstrip().endswith("distkit-run: stopped by Ctrl-C (SIGINT)")
     last = max(run.losses())
     assert last < STEPS
-    assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == [f"step-{last:010d}"]
+    assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == [f"step-{last:08d}"]
     nothing_left(run.cluster)
 
 

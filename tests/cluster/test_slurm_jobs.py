@@ -6,14 +6,9 @@ import re
 
 import pytest
 
-from tests.cluster.emulated import EmulatedCluster
 from tests.cluster.running import CHECKPOINTS, TRAINING, MakeRun, Run, environment, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
-
-
-def state(cluster: EmulatedCluster, job: str) -> str:
-    return cluster.exec("host0", "squeue", "-h", "-j", job, "-o", "%T", check=False).stdout.strip()
 
 
 def test_a_job_is_stopped_and_goes_on(make: MakeRun, undisturbed: Run, single: dict[int, float]) -> None:
@@ -21,7 +16,7 @@ def test_a_job_is_stopped_and_goes_on(make: MakeRun, undisturbed: Run, single: d
     run, cluster = make("run"), make("run").cluster
     with cluster.slurm():
         words = ["-s", "ddp", "--launcher", "slurm", "--nnodes", "2", "--nproc", "2", "--job", "time=10:00"]
-        words += [*CHECKPOINTS, "--set", "checkpoint.requeue=true"]
+        words += [*CHECKPOINTS, "--set", "checkpoint.requeue=true", "--set", "checkpoint.at_end=true"]
         said = run.once(*words, script=(TRAINING, "--pause", "0.5"))
         found = re.search(r"Submitted batch job (\d+)", said)
         assert found, said
@@ -30,11 +25,15 @@ def test_a_job_is_stopped_and_goes_on(make: MakeRun, undisturbed: Run, single: d
         for step, number in [(3, "USR1"), (7, "TERM")]:
             run.until_step(step)
             cluster.exec("host0", "scancel", f"--signal={number}", job)
-            asked = f"SIG{number} at step"
-            until(lambda asked=asked: asked in output.read_text(), 20)
-        until(lambda: state(cluster, job) in ("", "COMPLETED"), 120)
-        text = output.read_text()
+            until(lambda word=f"SIG{number} at step": word in output.read_text(), 20)
+        until(lambda: len(run.weights_files()) == 4, 120)
+        until(lambda: not cluster.exec("host0", "squeue", "-h").stdout)
+    text = output.read_text()
     assert text.count(f"asked Slurm to run job {job} again") == 2, text
+    assert text.count("distkit-run: stopped by SIG") == 2, text
+    assert "failed" not in text
+    first = (run.folder / "logs" / "rank-003.log").read_text()
+    assert first.count("---- rank 3 of 4, host1, ") == 3
     assert run.sizes() == [4, 4, 4], text
     assert run.losses() == undisturbed.losses()
     assert run.weights() == undisturbed.weights()
