@@ -189,6 +189,14 @@ def test_several_nodes(machine: Machine) -> None:
         ({"nnodes": 2, "node_rank": 2, "master_addr": "h"}, LaunchError, "--node-rank was set to 2"),
         ({"nnodes": 2, "node_rank": 0, "master_addr": "h"}, ConfigError, "--run-dir runs/NAME"),
         ({"run_dir": "script.py"}, LaunchError, "is a file"),
+        ({"meet_at": "h", "run_dir": "r"}, LaunchError, "--meet-at was set to 'h'; valid: HOST:PORT"),
+        ({"meet_at": "h 0:1", "run_dir": "r"}, LaunchError, "valid: HOST:PORT"),
+        (
+            {"launcher": "mpirun", "job": ("time=1",)},
+            LaunchError,
+            "doesn't take it\nHint: --launcher slurm, kubernetes",
+        ),
+        ({"launcher": "mpirun", "nnodes": 2, "min_nodes": 1}, LaunchError, "--nnodes 1:2 was set, but not which hosts"),
     ],
 )
 def test_refusals(machine: Machine, options: dict[str, object], error: type[Exception], text: str) -> None:
