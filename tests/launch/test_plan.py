@@ -77,9 +77,9 @@ def test_shell_line_is_the_same_command(machine: Machine) -> None:
 
 def test_secrets_are_masked_in_what_is_printed(machine: Machine) -> None:
     url, key = "engine.deepspeed.url=https://me:hunter2@host/x", "engine.deepspeed.api_key=sk-123"
-    made = plan(machine, overrides=(url, key, "engine.deepspeed.max_tokens=77"))
+    made = plan(machine, overrides=(url, key, "engine.deepspeed.max_tokens=77"), arguments=("--hub-token", "hf-456"))
     for text in (made.hosts[0].shell(), str(made.as_dict())):
-        assert "hunter2" not in text and "sk-123" not in text and "max_tokens=77" in text
+        assert "hunter2" not in text and "sk-123" not in text and "hf-456" not in text and "max_tokens=77" in text
     assert "hunter2" in made.hosts[0].environment[VARIABLE]
 
 
