@@ -230,8 +230,10 @@ class ExternalRun(Attempt):
         for line in source:
             line = _PREFIX.sub("", line.rstrip("\r\n"))
             self._note_end(line)
-            screen.write(line + "\n")
-            screen.flush()
+            # Where the screen is gone (`| head`), reading goes on: ranks would stand still at a full pipe.
+            with contextlib.suppress(OSError, ValueError):
+                screen.write(line + "\n")
+                screen.flush()
 
     def _note_end(self, line: str) -> None:
         """A rank that was killed leaves no record; its launcher says so in a line."""

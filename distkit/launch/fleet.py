@@ -260,12 +260,16 @@ class FleetRun(Attempt):
     def _pass_on(self, part: _Part, source: IO[str], screen: IO[str]) -> None:
         mark = mark_of(part.mark)
         for line in source:
-            if line.startswith(mark):
-                self._note(part, line[len(mark) :])
+            # A rank that draws a progress bar doesn't end its lines: the mark stands behind its text then.
+            line, marked, told = line.partition(mark)
+            if marked:
+                self._note(part, told)
+            if not line:
                 continue
             if screen is sys.stderr and line.strip():
                 part.said = [*part.said[-4:], line.strip()]
-            with self._screen:
+            # Where the screen is gone (`| head`), reading goes on: ranks would stand still at a full pipe. Logs have all.
+            with self._screen, contextlib.suppress(OSError, ValueError):
                 screen.write(line)
                 screen.flush()
 

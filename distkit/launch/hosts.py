@@ -55,10 +55,11 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         LaunchError: The file can't be read, or a line is no host.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise LaunchError(
-            f"--hostfile was set to {str(path)!r}, which can't be read: {error.strerror}",
+            f"--hostfile was set to {str(path)!r}, which can't be read: {why}",
             hint="--hosts host0:4,host1:4",
         ) from error
     found = parse_host_lines(lines, str(path))
@@ -129,6 +130,8 @@ def _filter(flag: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int,
                 f"{flag} names device {max(devices)} of {match['name']}, which has {slots} slots",
                 hint=f"{flag} {match['name']}:0" + (f",{slots - 1}" if slots > 1 else ""),
             )
+        if match["name"] in found or len(set(devices or ())) < len(devices or ()):
+            raise LaunchError(f"{flag} was set to {text!r}, which names {part.strip()!r} twice", hint="name each once")
         found[match["name"]] = devices
     return found
 
@@ -161,7 +164,14 @@ def is_this_host(name: str, own: str) -> bool:
 def _host(text: str, where: str) -> Host:
     match = _ENTRY.fullmatch(text.strip())
     count = None if match is None else match["count"] or match["slots"] or match["most"]
-    if match is None or count == "0":
+    if count is not None and int(count) == 0:
+        raise LaunchError(f"{where}: {text.strip()!r} has room for no process", hint="leave the host out")
+    if match is None and "@" in text:
+        raise LaunchError(
+            f"{where}: {text.strip()!r} is no host: ssh is told the user by itself",
+            hint=f"--ssh-option User={text.strip().partition('@')[0]}   or a line in ~/.ssh/config",
+        )
+    if match is None:
         raise LaunchError(f"{where}: {text.strip()!r} is no host", hint="host0:4   or host0 slots=4   in a file")
     return Host(match["name"], None if count is None else int(count))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distkit.config.launchline import LaunchSettings
-from distkit.masking import mask_environment, mask_text
+from distkit.masking import mask_arguments, mask_environment, mask_text
 
 __all__ = ["HostChecks", "HostPlan", "LaunchOptions", "LaunchPlan", "PlannedFile"]
 
@@ -102,7 +102,7 @@ class HostPlan:
     def shell(self) -> str:
         """One line for a shell that runs the same; secrets are masked."""
         variables = [f"{name}={value}" for name, value in mask_environment(self.environment).items()]
-        words = ["env", *variables, *(mask_text(word) for word in self.command)]
+        words = ["env", *variables, *mask_arguments(self.command)]
         return f"cd {shlex.quote(self.directory)} && {shlex.join(words)}"
 
 
@@ -205,7 +205,7 @@ class LaunchPlan:
                     "node_rank": host.node_rank,
                     "directory": host.directory,
                     "environment": mask_environment(host.environment),
-                    "command": [mask_text(word) for word in host.command],
+                    "command": mask_arguments(host.command),
                 }
                 for host in self.hosts
             ],

@@ -95,6 +95,15 @@ def test_horovodrun_on_hosts(machine: Machine) -> None:
 
 
 @needs_horovod
+@needs_horovod
+def test_horovodrun_on_hosts_needs_a_plain_folder(machine: Machine) -> None:
+    folder = machine.directory / "it's here"
+    folder.mkdir()
+    (folder / "script.py").write_text("")
+    with pytest.raises(LaunchError, match="the working directory was set to .*it's here"):
+        plan(dataclasses.replace(machine, directory=folder), launcher="horovodrun", hosts="a:1,b:1")
+
+
 def test_horovodrun_on_this_host_stays_on_loopback(machine: Machine) -> None:
     made = plan(machine, launcher="horovodrun", strategy="horovod", nproc="3")
     assert "-np 3 --hosts localhost:3 --start-timeout 300 --network-interfaces lo python" in words(made)

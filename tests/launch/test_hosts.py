@@ -66,6 +66,8 @@ def test_include_and_exclude(include: str | None, exclude: str | None, left: lis
         (None, "a@b@c", "leaves no room"),
         (None, "a:0,1,2,3", "leaves no room"),
         ("a;b", None, "is no host"),
+        ("a:0,0", None, "'a:0,0' twice"),
+        ("a:0@a:1", None, "'a:1' twice"),
     ],
 )
 def test_filters_that_make_no_sense(include: str | None, exclude: str | None, message: str) -> None:
@@ -77,6 +79,30 @@ def test_one_file_for_all(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a slots=4 max_slots=8\nb max-slots=2\nc:3\n")
     assert read_hostfile(file) == (Host("a", 4), Host("b", 2), Host("c", 3))
+
+
+def test_a_file_from_windows(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(b"\xef\xbb\xbfa slots=4\r\nb slots=2\r\n")
+    assert read_hostfile(file) == (Host("a", 4), Host("b", 2))
+    file.write_bytes("a # f\xfcr uns".encode("latin-1"))
+    with pytest.raises(LaunchError, match="can't be read: it is no text in UTF-8"):
+        read_hostfile(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:0", "'a:0' has room for no process"),
+        ("a:00,b", "'a:00' has room for no process"),
+        ("me@a:2", "ssh is told the user by itself\nHint: --ssh-option User=me"),
+        ("a,", "'' is no host"),
+        ("a,a", "'a' is there twice"),
+    ],
+)
+def test_hosts_that_make_no_sense(text: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        parse_hosts(text)
 
 
 def test_exported_variables() -> None:

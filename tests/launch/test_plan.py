@@ -77,9 +77,9 @@ def test_shell_line_is_the_same_command(machine: Machine) -> None:
 
 def test_secrets_are_masked_in_what_is_printed(machine: Machine) -> None:
     url, key = "engine.deepspeed.url=https://me:hunter2@host/x", "engine.deepspeed.api_key=sk-123"
-    made = plan(machine, overrides=(url, key, "engine.deepspeed.max_tokens=77"))
+    made = plan(machine, overrides=(url, key, "engine.deepspeed.max_tokens=77"), arguments=("--hub-token", "hf-456"))
     for text in (made.hosts[0].shell(), str(made.as_dict())):
-        assert "hunter2" not in text and "sk-123" not in text and "max_tokens=77" in text
+        assert "hunter2" not in text and "sk-123" not in text and "hf-456" not in text and "max_tokens=77" in text
     assert "hunter2" in made.hosts[0].environment[VARIABLE]
 
 
@@ -189,6 +189,14 @@ def test_several_nodes(machine: Machine) -> None:
         ({"nnodes": 2, "node_rank": 2, "master_addr": "h"}, LaunchError, "--node-rank was set to 2"),
         ({"nnodes": 2, "node_rank": 0, "master_addr": "h"}, ConfigError, "--run-dir runs/NAME"),
         ({"run_dir": "script.py"}, LaunchError, "is a file"),
+        ({"meet_at": "h", "run_dir": "r"}, LaunchError, "--meet-at was set to 'h'; valid: HOST:PORT"),
+        ({"meet_at": "h 0:1", "run_dir": "r"}, LaunchError, "valid: HOST:PORT"),
+        (
+            {"launcher": "mpirun", "job": ("time=1",)},
+            LaunchError,
+            "doesn't take it\nHint: --launcher slurm, kubernetes",
+        ),
+        ({"launcher": "mpirun", "nnodes": 2, "min_nodes": 1}, LaunchError, "--nnodes 1:2 was set, but not which hosts"),
     ],
 )
 def test_refusals(machine: Machine, options: dict[str, object], error: type[Exception], text: str) -> None:

@@ -108,6 +108,36 @@ def test_a_host_that_dies_is_lost(tmp_path: Path) -> None:
     wait_until(lambda: not marked(f"{run.id}.0") and not marked(f"{run.id}.1"), 20)
 
 
+def test_signs_of_life_behind_unfinished_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A progress bar redraws its line and never ends it; the host is heard all the same, and its end too."""
+    monkeypatch.setattr("distkit.launch.fleet._SILENCE_S", 5.0)
+    text = (
+        "import sys, time\n"
+        "for step in range(80): sys.stderr.write(f'\\r{step}|##'); sys.stderr.flush(); time.sleep(0.1)\n"
+        "sys.stderr.write('done'); sys.stderr.flush()"
+    )
+    run = FleetRun(tmp_path / "run", ["localhost"], 1, 5.0, SshOptions())
+    run.start([[sys.executable, "-c", text]], [{}], sys.executable)
+    assert (run.wait(), run.lost, run.failures()) == (0, [], [])
+    screen = capfd.readouterr().err
+    assert "79|##" in screen and screen.endswith("done") and "@distkit" not in screen
+
+
+def test_nobody_reads_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``distkit-run ... | head``: the ranks' text is read all the same, so that none waits for room in a pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("sys.stdout", os.fdopen(writer, "w"))
+    run = FleetRun(tmp_path / "run", ["localhost"], 1, 5.0, SshOptions())
+    text = "import pathlib\nfor line in range(20000): print('line', line)\npathlib.Path('end').touch()"
+    monkeypatch.chdir(tmp_path)
+    run.start([[sys.executable, "-c", text]], [{}], sys.executable)
+    wait_until((tmp_path / "end").exists, 20)
+    assert run.wait() == 0
+
+
 def needs(tmp_path: Path) -> HostNeeds:
     (tmp_path / "script.py").write_text("")
     (tmp_path / "run").mkdir(exist_ok=True)

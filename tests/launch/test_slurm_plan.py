@@ -108,6 +108,7 @@ def test_inside_an_allocation(machine: Machine) -> None:
         ({}, {"job": ('comment=a"b',)}, "quotes"),
         ({}, {"hosts": "a,b"}, "--hosts was set, but --launcher slurm doesn't take it"),
         ({}, {"overrides": ("engine.deepspeed.api_key=sk-123",)}, r"api_key=\*\*\* would stand in the job file"),
+        ({}, {"arguments": ("--hub-token", "hf-456")}, r"--hub-token \*\*\* would stand in the job file"),
     ],
 )
 def test_refusals(machine: Machine, environ: dict[str, str], options: dict[str, object], message: str) -> None:

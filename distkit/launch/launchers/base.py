@@ -39,6 +39,8 @@ FLAGS = {
 }
 """Options of `distkit-run` that not every launcher takes."""
 
+JOB_HINT = "--launcher slurm, kubernetes or ray   take it"
+
 ON_HOSTS = frozenset(
     ("hosts", "hostfile", "include", "exclude", "host_discovery", "min_nodes", "interface", "export")
 ) | frozenset(("ssh_port", "ssh_identity", "ssh_options"))
@@ -247,10 +249,12 @@ class Launcher(ABC):
         """
         for field, flag in FLAGS.items():
             if field not in self.takes and getattr(options, field) not in (None, ()):
-                raise LaunchError(f"{flag} was set, but --launcher {self.name} doesn't take it", hint=self.instead)
+                hint = JOB_HINT if field == "job" else self.instead
+                raise LaunchError(f"{flag} was set, but --launcher {self.name} doesn't take it", hint=hint)
+        least = "" if options.min_nodes is None else f"{options.min_nodes}:"
         if self.over_ssh and options.nnodes > 1 and not hosts and options.host_discovery is None:
             raise LaunchError(
-                f"--nnodes {options.nnodes} was set, but not which hosts these are",
+                f"--nnodes {least}{options.nnodes} was set, but not which hosts these are",
                 hint="--hosts host0,host1   or --hostfile F",
             )
 

@@ -72,6 +72,8 @@ class HorovodrunLauncher(Launcher):
         """As the base says; Horovod must be installed."""
         super().check(options, hosts, machine)
         check_words({"--interface": options.interface, "--ssh-identity": options.ssh_identity})
+        if hosts:  # horovod/runner/gloo_run.py changes to it there in a line for a shell, unquoted
+            check_words({"the working directory": str(machine.directory)})
         if find_spec("horovod") is None:
             raise StrategyUnavailable(
                 "--launcher horovodrun was set, but Horovod is not installed",

@@ -15,7 +15,7 @@ from distkit.errors import LaunchError
 from distkit.launch.hosts import Host
 from distkit.launch.launchers.base import Commands, Launcher, Request
 from distkit.launch.plan import PlannedFile
-from distkit.masking import mask_text
+from distkit.masking import mask_arguments
 
 if TYPE_CHECKING:
     from distkit.launch.machine import Machine
@@ -300,10 +300,11 @@ def _job_text(request: Request, folder: Path) -> str:
     }
     lines = [f"#SBATCH --{key}={_quoted(value)}" if value else f"#SBATCH --{key}" for key, value in wanted.items()]
     words = request.again(("--launcher", "slurm"))
-    secret = next((word for word in words if mask_text(word) != word), None)
+    shown = mask_arguments(words)
+    secret = next((place for place, word in enumerate(words) if shown[place] != word), None)
     if secret is not None:
         raise LaunchError(
-            f"{mask_text(secret)} would stand in the job file, where others may read it",
+            f"{' '.join(shown[max(0, secret - 1) : secret + 1])} would stand in the job file, where others may read it",
             hint="export it as a variable, and set KEY='${oc.env:VARIABLE}'; sbatch passes variables on",
         )
     place = shlex.quote(str(request.run_dir))

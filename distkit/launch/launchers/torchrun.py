@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distkit.errors import LaunchError
-from distkit.launch.launchers.base import FLAGS, ON_HOSTS, Commands, Launcher, Request
+from distkit.launch.launchers.base import FLAGS, JOB_HINT, ON_HOSTS, Commands, Launcher, Request
 from distkit.launch.ports import derive_port
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class TorchrunLauncher(Launcher):
 
     name = "torchrun"
     takes = frozenset(FLAGS) - {"job"}
-    instead = "--launcher slurm, kubernetes or ray   take it"
+    instead = JOB_HINT
 
     def check(self, options: LaunchOptions, hosts: Sequence[Host], machine: Machine) -> None:
         """As the base says; and the hosts must be started in one way of the three."""
@@ -110,8 +110,11 @@ class TorchrunLauncher(Launcher):
                 "leave it out",
             )
             address, _, port = options.meet_at.rpartition(":")
-            if not address or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise LaunchError(f"--meet-at was set to {options.meet_at!r}", hint="--meet-at host0:29400")
+            if not address or address.split() != [address] or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise LaunchError(
+                    f"--meet-at was set to {options.meet_at!r}; valid: HOST:PORT, with a port from 1 to 65535",
+                    hint="--meet-at host0:29400",
+                )
         elif options.min_nodes is not None:
             raise LaunchError(
                 f"--nnodes {options.min_nodes}:{options.nnodes} was set, but not which hosts these are or where they meet",
