@@ -130,6 +130,8 @@ def run(
     Examples:
       distkit-run -s ddp --nproc 2 train.py --epochs 3
       distkit-run -s ddp -c config.yaml --set optim.clip_norm=1 --run-dir runs/first train.py
+      distkit-run -s zero3 --hosts host0:4,host1:4 train.py
+      distkit-run -s zero3 --launcher slurm --nnodes 4 --nproc 8 --job time=2:00:00 train.py
       distkit-run -s ddp --nproc 4 --nnodes 2 --node-rank 0 --master-addr host0 --run-dir runs/two train.py
     """
     from distkit.launch.build import build_plan

@@ -18,7 +18,7 @@ from typing import IO, Protocol
 
 from distkit.errors import LaunchError
 from distkit.launch.attempt import Attempt
-from distkit.launch.failure import Failure, log_path
+from distkit.launch.failure import Failure, log_path, signal_name
 from distkit.launch.hosts import is_this_host
 from distkit.launch.remote import ALIVE_EVERY_S, Order, mark_of
 from distkit.launch.ssh import CONNECT_S, SshOptions
@@ -193,7 +193,17 @@ class FleetRun(Attempt):
                 how = f"the host was lost with {ranks}: {part.lost}"
                 log = str(log_path(self._run_dir, part.first_rank))
                 found[part.first_rank] = Failure(part.first_rank, part.host, _LOST, part.noticed, log, lost=how)
+        unasked = self._first is None and self._leave_asked is None and not self._killed
+        if not found and unasked:
+            killed = [part for part in self._parts if part.ended is not None and part.ended > 128]
+            found = {part.first_rank: self._agents_end(part, part.ended or 0) for part in killed}
         return list(found.values())
+
+    def _agents_end(self, part: _Part, ended: int) -> Failure:
+        """An agent that was killed says nothing about its ranks, which end with it."""
+        how = f"distkit's agent there was killed by {signal_name(ended - 128)}"
+        log = str(log_path(self._run_dir, part.first_rank))
+        return Failure(part.first_rank, part.host, ended, time.time(), log, lost=how)
 
     def sweep(self) -> None:
         """End what still lives, on hosts too whose agent can't be asked any more."""

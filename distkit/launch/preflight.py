@@ -127,7 +127,14 @@ def _ask(host: str, needs: HostNeeds, ssh: SshOptions, python: str) -> list[Prob
             words, input=json.dumps(asdict(needs)), capture_output=True, text=True, timeout=_WITHIN_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return [Problem(host, f"didn't answer within {_WITHIN_S:g} s", f"ssh {host} true", away=True)]
+        return [
+            Problem(
+                host,
+                f"didn't answer within {_WITHIN_S:g} s",
+                f"ssh {host} true   must end at once; start-up files of a shell may wait there",
+                away=True,
+            )
+        ]
     except OSError as error:
         return [Problem(host, f"{words[0]} can't be started: {error.strerror}", "apt-get install openssh-client")]
     if done.returncode == 0:

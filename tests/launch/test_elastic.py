@@ -114,9 +114,10 @@ def test_the_plan_of_an_elastic_run(machine) -> None:  # type: ignore[no-untyped
     )
     assert "--nproc 2 --min-nodes 1 --max-nodes 2 --hosts a:2,b:2" in " ".join(made.hosts[0].command)
     assert not any("checkpoint.every_steps" in note for note in made.notes)
-    for options in ({"min_nodes": 1, "nnodes": 4}, {"host_discovery": "d.sh"}):
-        with pytest.raises(LaunchError, match="--launcher horovodrun"):
-            plan(machine, launcher="torchrun", **options)
+    with pytest.raises(LaunchError, match="not which hosts these are"):
+        plan(machine, launcher="torchrun", min_nodes=1, nnodes=4)
+    made = plan(machine, launcher="torchrun", host_discovery="d.sh", nnodes=4)
+    assert "--launcher torchrun --nproc 1 --min-nodes 4" in " ".join(made.hosts[0].command)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------------

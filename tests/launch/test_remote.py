@@ -138,6 +138,16 @@ def test_nobody_reads_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run.wait() == 0
 
 
+def test_an_agent_that_is_killed_is_named(tmp_path: Path) -> None:
+    run = FleetRun(tmp_path / "run", ["localhost"], 2, 5.0, SshOptions())
+    text = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    run.start([[sys.executable, "-c", text]], [{}], sys.executable)
+    assert run.wait() == 137
+    run.sweep()
+    (failure,) = run.failures()
+    assert failure.exit_status == 137 and "agent there was killed by SIGKILL" in failure.description
+
+
 def needs(tmp_path: Path) -> HostNeeds:
     (tmp_path / "script.py").write_text("")
     (tmp_path / "run").mkdir(exist_ok=True)

@@ -251,6 +251,12 @@ class Launcher(ABC):
             if field not in self.takes and getattr(options, field) not in (None, ()):
                 hint = JOB_HINT if field == "job" else self.instead
                 raise LaunchError(f"{flag} was set, but --launcher {self.name} doesn't take it", hint=hint)
+        if self.over_ssh and not hosts and options.host_discovery is None and options.nnodes == 1:
+            for field in ("ssh_port", "ssh_identity", "ssh_options", "export"):
+                if getattr(options, field) not in (None, ()):
+                    raise LaunchError(
+                        f"{FLAGS[field]} was set, but no other hosts are named", hint="--hosts H0,H1   or --hostfile F"
+                    )
         least = "" if options.min_nodes is None else f"{options.min_nodes}:"
         if self.over_ssh and options.nnodes > 1 and not hosts and options.host_discovery is None:
             raise LaunchError(

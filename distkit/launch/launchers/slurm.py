@@ -114,6 +114,7 @@ class SlurmLauncher(Launcher):
 
     name = "slurm"
     takes = frozenset(("job", "interface"))
+    instead = "leave it out: Slurm chooses the hosts (--job nodelist=H0,H1) and passes variables on"
 
     def check(self, options: LaunchOptions, hosts: Sequence[Host], machine: Machine) -> None:
         """As the base says; and what is for sbatch must be known to it."""
