@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
+from distkit.launch.attempt import ended_by_signal
 from distkit.launch.failure import ErrorRecord, Failure, first_failure
 from distkit.launch.report import failure_report
 
@@ -48,3 +50,21 @@ def test_the_logs_end_stands_in_for_a_traceback(tmp_path: Path) -> None:
 
 def test_exit_status() -> None:
     assert [failed(0, code, 1.0).exit_status for code in (1, 7, -9, -15)] == [1, 7, 137, 143]
+
+
+def test_a_run_that_ended_on_a_signal_did_not_fail() -> None:
+    """X8: every rank ended as it was asked to; one that failed by itself is a failure."""
+    assert ended_by_signal([failed(0, 138, 1.0), failed(1, 138, 1.1)]) == signal.SIGUSR1
+    assert ended_by_signal([failed(0, 143, 1.0)]) == signal.SIGTERM
+    for others in ([failed(0, 138, 1.0), failed(1, 1, 1.1)], [failed(0, 137, 1.0)], []):
+        assert ended_by_signal(others) is None
+
+
+def test_a_lost_host_is_the_cause() -> None:
+    """It is noticed after the ranks that lost their connection to it."""
+    first = failed(0, 1, 10.0, recorded=True)
+    lost = Failure(2, "host1", 255, 26.0, "/none", lost="the host was lost with ranks 2 to 3: no sign of life for 16 s")
+    assert first_failure([first, lost]) is lost
+    report = failure_report(lost, [first], processes=4, next_step="; again")
+    assert report.splitlines()[1].startswith("distkit-run: host1 (the host was lost with ranks 2 to 3: no sign of life")
+    assert Failure.from_json(lost.to_json()) == lost
