@@ -50,7 +50,8 @@ def plan(
         bool, typer.Option("--eager-attention", help="Attention keeps its scores: no fused kernel is used.")
     ] = False,
     hardware: Annotated[
-        str | None, typer.Option("--hardware", metavar="4x8xA100-80G", help="Nodes x devices in each x device.")
+        str | None,
+        typer.Option("--hardware", metavar="4x8xA100-80G", help="Nodes x devices in each x device; or a YAML."),
     ] = None,
     intra: Annotated[
         str | None,

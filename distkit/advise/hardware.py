@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from distkit.config.nearest import nearest
@@ -101,20 +103,27 @@ def parse_hardware(text: str, *, intra: str | None = None, inter: str | None = N
     """``4x8xA100-80G`` is 4 nodes of 8 such devices, ``8xA100-80G`` one node.
 
     Args:
-        text: Nodes, devices in each, and their name in the catalogue.
+        text: Nodes, devices in each, and their name in the catalogue; or a YAML file with ``nodes``, ``devices``, ``device``
+            (a name, or ``name``, ``memory``, ``bandwidth``, ``flops`` by format and ``scale_up`` of one that the catalogue
+            doesn't have), ``intra`` and ``inter``.
         intra: ``nvlink``, ``pcie4`` and so on, or a speed; None is the device's own.
         inter: A speed such as ``200Gbps`` or ``25GB/s``, of a whole node in each direction; None is 100 Gbit/s.
 
     Raises:
         PlanError: Something in it isn't known, or makes no sense.
     """
+    if text.endswith((".yaml", ".yml")):
+        return _of_file(Path(text), intra, inter)
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise PlanError(f"--hardware was set to {text!r}, which is no NODESxDEVICESxNAME", hint=_EXAMPLE)
-    nodes, each = int(match["nodes"] or 1), int(match["each"])
+    device = _accelerator(match["device"])
+    return _hardware(text, int(match["nodes"] or 1), int(match["each"]), device, intra, inter)
+
+
+def _hardware(text: str, nodes: int, each: int, device: Accelerator, intra: str | None, inter: str | None) -> Hardware:
     if nodes < 1 or each < 1:
         raise PlanError(f"--hardware was set to {text!r}: {nodes} nodes of {each} devices are none", hint=_EXAMPLE)
-    device = _accelerator(match["device"])
     latency = catalogue()["assumed"]["latency_s"]
     return Hardware(
         nodes,
@@ -124,6 +133,27 @@ def parse_hardware(text: str, *, intra: str | None = None, inter: str | None = N
         Link(parse_speed("--inter", inter or "100Gbps"), float(latency["inter"])),
         Link(float(catalogue()["links"]["pcie4"]["each_way"]), float(latency["intra"])),
     )
+
+
+def _of_file(path: Path, intra: str | None, inter: str | None) -> Hardware:
+    import yaml
+
+    example = "nodes: 4, devices: 8, device: A100-80G, intra: nvlink, inter: 200Gbps   as lines of the file"
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        unknown = set(found) - {"nodes", "devices", "device", "intra", "inter"}
+        if unknown:
+            raise PlanError(f"{path} has {', '.join(sorted(unknown))}, which is no part of hardware", hint=example)
+        device = found["device"]
+        nodes, each = int(found.get("nodes", 1)), int(found["devices"])
+        made = _accelerator(device) if isinstance(device, str) else _of_values(str(device["name"]), device)
+    except PlanError:
+        raise
+    except OSError as error:
+        raise PlanError(f"--hardware {path} can't be read: {error.strerror}", hint=example) from error
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"--hardware {path} doesn't describe hardware: {error!r}", hint=example) from error
+    return _hardware(str(path), nodes, each, made, intra or found.get("intra"), inter or found.get("inter"))
 
 
 def parse_speed(flag: str, text: str) -> float:
@@ -152,10 +182,14 @@ def _accelerator(name: str) -> Accelerator:
             f"--hardware names {name!r}, which the catalogue doesn't have; it has {', '.join(known)}",
             hint=f"--hardware 1x8x{near}",
         )
-    found = known[key]
+    return _of_values(key, known[key])
+
+
+def _of_values(name: str, found: Mapping[str, Any]) -> Accelerator:
+    """As in the catalogue, whose figures of links between devices are those of both directions."""
     scale_up = found.get("scale_up")
     return Accelerator(
-        key,
+        name,
         float(found["memory"]),
         float(found["bandwidth"]),
         {name: float(value) for name, value in found["flops"].items()},

@@ -99,6 +99,27 @@ def test_the_page(tmp_path: Path) -> None:
         plan(*GUIDE, "--html", "/nowhere/plan.html")
 
 
+def test_hardware_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text("nodes: 4\ndevices: 8\ndevice: A100-80G\nintra: nvlink\ninter: 200Gbps\n")
+    assert parse_hardware(str(file)) == parse_hardware("4x8xA100-80G", intra="nvlink", inter="200Gbps")
+    own = "{name: Own, memory: 64e9, bandwidth: 1e12, flops: {fp32: 1e13, bf16: 1e14}, scale_up: 400e9}"
+    file.write_text(f"devices: 2\ndevice: {own}\n")
+    made = parse_hardware(str(file))
+    assert (made.nodes, made.device.name, made.device.memory, made.intra.each_way) == (1, "Own", 64e9, 200e9)
+    for text, message in (
+        ("devices: 2\n", "doesn't describe hardware"),
+        ("devices: 2\ndevice: A100-80G\nnics: 8\n", "has nics"),
+        ("devices: 0\ndevice: A100-80G\n", "of 0 devices are none"),
+        ("devices: [\n", "doesn't describe hardware"),
+    ):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=message):
+            parse_hardware(str(file))
+    with pytest.raises(PlanError, match="can't be read"):
+        parse_hardware(str(tmp_path / "none.yaml"))
+
+
 def test_published_sizes() -> None:
     """Counted from the shapes, as the models' own files have them."""
     assert FAMILIES["gpt2"].parameters == 124_439_808
