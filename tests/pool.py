@@ -5,7 +5,8 @@ A test runs a function of a module in `n` of them, each with the environment tha
     results = pool.run("tests.contract.cases:train", 2, strategy="ddp", steps=8)
 
 gives one JSON value a rank. A worker's exception comes back as :class:`WorkerError` with its traceback. A pool in
-which a worker died or hung is thrown away, and the next call starts a fresh one.
+which a worker died or hung is thrown away, and the next call starts a fresh one; so is one whose workers are worn: each
+process group of gloo that an engine keeps for good wakes up a hundred times a second.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "\x1ePOOL "
+MANY_LOOPS = 10
+WORN_LOOPS = 30
+"""Of gloo in a worker: from the first number on garbage is looked for, from the second on the worker is replaced."""
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DISTKIT_SETTINGS")
 
 
@@ -118,7 +122,7 @@ class Pool:
         results: dict[int, Any] = {}
         errors: list[tuple[int, str, str, str]] = []
         deadline = time.monotonic() + timeout
-        died = False
+        died = worn = False
         waiting = dict(enumerate(self._workers[:processes]))
         while waiting:
             pipes = {worker.stdout: rank for rank, worker in waiting.items()}
@@ -144,6 +148,7 @@ class Pool:
                         errors.append((rank, *answer["error"]))
                     else:
                         results[rank] = answer["result"]
+                    worn = worn or answer["worn"]
                     del waiting[rank]
                 else:
                     sys.stderr.write(f"[rank {rank}] {line}")
@@ -151,7 +156,7 @@ class Pool:
                 deadline = time.monotonic() + 12  # the others may hang in a collective now
             if errors and not waiting:
                 break
-        if died:
+        if died or worn:
             self.close()
         if errors:
             raise WorkerError(errors)
@@ -175,6 +180,15 @@ def leave_groups() -> None:
         horovod.shutdown()
 
 
+def gloo_loops() -> int:
+    """Threads of gloo in this process, one for each of its process groups."""
+    count = 0
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended
+            count += comm.read_text().startswith("gloo_tcp_loop")
+    return count
+
+
 def serve() -> None:
     """The worker's loop: one job a line."""
     import faulthandler
@@ -190,15 +204,16 @@ def serve() -> None:
         try:
             module, _, name = job["function"].partition(":")
             answer = {"result": getattr(importlib.import_module(module), name)(**job["arguments"])}
-            text = json.dumps(answer)
+            json.dumps(answer)
         except BaseException as error:
             answer = {"error": [type(error).__name__, str(error), traceback.format_exc()]}
-            text = json.dumps(answer)
             leave_groups()
         for key in set(os.environ) - set(before):
             del os.environ[key]
         os.environ.update(before)
-        answers.write(MARK + text + "\n")
+        if gloo_loops() > MANY_LOOPS:
+            gc.collect()
+        answers.write(MARK + json.dumps({**answer, "worn": gloo_loops() > WORN_LOOPS}) + "\n")
         answers.flush()
         # The frames of an exception hold groups whose connections other ranks wait at; they are free only now.
         if "error" in answer or len(sys.modules) > modules:
