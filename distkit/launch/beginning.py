@@ -26,6 +26,9 @@ from distkit.launch.worker import ATTEMPT_VARIABLE, LAUNCH_VARIABLE, write_order
 
 __all__ = ["LAUNCHERS", "begin", "tidy"]
 
+_TORCHRUNS = "TORCHELASTIC_RESTART_COUNT"
+"""Under other launchers scripts find the number of restarts where torchrun has it; our agents count their own in it."""
+
 
 def begin(options: argparse.Namespace, hosts: Sequence[str], number: int) -> Attempt:
     """Start an attempt.
@@ -127,7 +130,7 @@ def _deepspeed(options: argparse.Namespace, hosts: Sequence[str], number: int) -
         ssh_port=options.ssh_port,
         order=_order(options),
     )
-    values = {**exported(os.environ, options.export.split(",")), ATTEMPT_VARIABLE: str(number)}
+    values = {**exported(os.environ, options.export.split(",")), _TORCHRUNS: str(number)}
     write_order(command.order, options.worker[3:], values)
     (folder / "hostfile").write_text(command.hostfile(), encoding="utf-8")
     if _local(hosts) or shutil.which("pdsh") is None:
@@ -181,7 +184,7 @@ def _external_run(options: argparse.Namespace, hosts: Sequence[str], *, over_ssh
 
 
 def _meeting(hosts: Sequence[str], number: int) -> dict[str, str]:
-    return {"MASTER_ADDR": "127.0.0.1" if _local(hosts) else hosts[0], ATTEMPT_VARIABLE: str(number)}
+    return {"MASTER_ADDR": "127.0.0.1" if _local(hosts) else hosts[0], _TORCHRUNS: str(number)}
 
 
 def _interface(options: argparse.Namespace, hosts: Sequence[str]) -> str | None:

@@ -252,7 +252,7 @@ class Launcher(ABC):
                 hint = JOB_HINT if field == "job" else self.instead
                 raise LaunchError(f"{flag} was set, but --launcher {self.name} doesn't take it", hint=hint)
         if self.over_ssh and not hosts and options.host_discovery is None and options.nnodes == 1:
-            for field in ("ssh_port", "ssh_identity", "ssh_options", "export"):
+            for field in ("ssh_port", "ssh_identity", "ssh_options"):
                 if getattr(options, field) not in (None, ()):
                     raise LaunchError(
                         f"{FLAGS[field]} was set, but no other hosts are named", hint="--hosts H0,H1   or --hostfile F"
