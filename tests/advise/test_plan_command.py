@@ -128,7 +128,8 @@ def test_published_sizes() -> None:
 
 
 def test_a_transformers_configuration(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.LlamaConfig(
         hidden_size=256,
         intermediate_size=688,

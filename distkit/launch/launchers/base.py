@@ -176,6 +176,12 @@ class Request:
             (self.machine.python, *own, "--processes", str(self.processes), *more, "--", *words), environment
         )
 
+    def places(self) -> list[str]:
+        """Chosen devices and port, as options of :mod:`distkit.launch.elastic`."""
+        devices = [f"{host.name}={','.join(map(str, host.devices))}" for host in self.hosts if host.devices]
+        port = ["--master-port", str(self.options.master_port)] if self.options.master_port else []
+        return [*(word for text in devices for word in ("--devices", text)), *port]
+
     def _ssh_words(self) -> tuple[str, ...]:
         options = self.options
         return (

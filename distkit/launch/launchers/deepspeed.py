@@ -101,9 +101,5 @@ class DeepspeedLauncher(Launcher):
     def commands(self, request: Request) -> Commands:
         """Attempts, each with files of its own."""
         check_words({"--run-dir": str(request.run_dir)})
-        devices = [f"{host.name}={','.join(map(str, host.devices))}" for host in request.hosts if host.devices]
-        repeats = [word for text in devices for word in ("--devices", text)]
-        if request.options.master_port:
-            repeats += ["--master-port", str(request.options.master_port)]
-        host = request.supervised(self.name, (), request.network(), always_elastic=True, repeats=repeats)
+        host = request.supervised(self.name, (), request.network(), always_elastic=True, repeats=request.places())
         return Commands((host,))

@@ -180,13 +180,8 @@ class TorchrunLauncher(Launcher):
 
     def _on_hosts(self, request: Request) -> Commands:
         options = request.options
-        devices = [f"{host.name}={','.join(map(str, host.devices))}" for host in request.hosts if host.devices]
-        repeats = [word for text in devices for word in ("--devices", text)]
-        if options.master_port:
-            repeats += ["--master-port", str(options.master_port)]
-        host = request.supervised(
-            self.name, (), {} if options.interface is None else request.network(), always_elastic=True, repeats=repeats
-        )
+        network = {} if options.interface is None else request.network()
+        host = request.supervised(self.name, (), network, always_elastic=True, repeats=request.places())
         return Commands((host,))
 
 
