@@ -15,9 +15,11 @@ TOGETHER = (
     "tests/checkpoint/foreign/",
     "tests/cluster/",
     "tests/launch/test_elastic.py",
+    "tests/launch/test_ray.py",
     "tests/recipes/test_recipes.py::test_gpt_has_the_same_losses",
 )
-"""Beginnings of the names of tests that share what takes long to make: rounds, engines' checkpoints, hosts, reference runs."""
+"""Beginnings of the names of tests that share what takes long to make: rounds, engines' checkpoints, hosts, a Ray
+cluster, reference runs."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,13 +123,15 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    started = Cluster(tmp_path_factory.mktemp("r"))
-    try:
-        started.start()
-        yield started
-    finally:
-        started.close()
+def cluster() -> Iterator[Cluster]:
+    # Not below pytest's own folder: Ray's sockets lie here, and a socket's path has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
+        started = Cluster(Path(folder))
+        try:
+            started.start()
+            yield started
+        finally:
+            started.close()
 
 
 def words(cluster: Cluster, mode: str, *more: str) -> tuple[str, ...]:
