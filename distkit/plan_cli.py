@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,15 +16,20 @@ from distkit.errors import UsageError
 if TYPE_CHECKING:
     from distkit.advise.advisor import Task
     from distkit.advise.hardware import Hardware
+    from distkit.advise.script import Script
 
 __all__ = ["plan"]
 
 
 def plan(
     script: Annotated[
-        str | None, typer.Argument(metavar="SCRIPT", help="The training script, for --layout.", show_default=False)
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="A training script, whose model is taken.", show_default=False),
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Train a few steps here; show what was predicted beside what was counted.")
+    ] = False,
     layout: Annotated[
         bool, typer.Option("--layout", help="Show how tensor parallelism would split each layer of the model, and why.")
     ] = False,
@@ -34,15 +38,25 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME|FILE", help="A built-in model, or a transformers config.json."),
+        typer.Option(
+            "--model",
+            metavar="NAME|FILE|MODULE:FUNCTION",
+            help="A built-in model, a transformers config.json, or a function that builds one.",
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences in an optimizer step, in all.")] = 256,
+    batch: Annotated[
+        int | None, typer.Option("--batch", metavar="N", help="Sequences in an optimizer step, in all; else 256.")
+    ] = None,
     accumulate: Annotated[
         int | None, typer.Option("--accumulate", metavar="N", help="Micro batches in it; else the fewest that fit.")
     ] = None,
-    sequence: Annotated[int, typer.Option("--seq", metavar="N", help="Tokens in a sequence.")] = 2048,
-    optimizer: Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd, lion, ...")] = "adamw",
-    precision: Annotated[str, typer.Option("--precision", metavar="NAME", help="As the setting.")] = "bf16",
+    sequence: Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens in a sequence; else 2048.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd, lion, ...; else adamw.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", metavar="NAME", help="As the setting; else bf16.")
+    ] = None,
     recompute: Annotated[
         str, typer.Option("--recompute", metavar="auto|none|full", help="Activation checkpointing.")
     ] = "auto",
@@ -53,6 +67,10 @@ def plan(
         str | None,
         typer.Option("--hardware", metavar="4x8xA100-80G", help="Nodes x devices in each x device; or a YAML."),
     ] = None,
+    here: Annotated[bool, typer.Option("--here", help="Instead of --hardware: this machine, as it is.")] = False,
+    nproc: Annotated[
+        str, typer.Option("--nproc", metavar="N|auto", help="Processes on this machine, for --here and --check.")
+    ] = "auto",
     intra: Annotated[
         str | None,
         typer.Option("--intra", metavar="LINK", help="Inside of a node: nvlink, pcie4, or 300GB/s each way."),
@@ -84,7 +102,11 @@ def plan(
 ) -> None:
     """Show which strategy fits a model on some hardware, and what each would cost; or how a model would be split.
 
-    With --params or --model every strategy is worked out: memory by kind, traffic by link, time, and which to take.
+    The model is that of a script, of which one step is looked at without any values; or --model; or --params alone. Every
+    strategy is worked out: memory by kind, traffic by link, time, and which to take.
+
+    With --check the script takes three steps here, under the strategy that is set, and ends: what was predicted for them
+    stands beside what was counted.
 
     With --layout the script runs in one process up to trainer.prepare(), shows how its model would be split, and ends
     there: no other process is started and nothing is trained.
@@ -94,68 +116,120 @@ def plan(
       distkit plan --params 13B --batch 256 --accumulate 4 --hardware 4x8xA100-80G --intra nvlink --inter 200Gbps
       distkit plan --model llama3-8b --hardware 8xH100-80G --json
       distkit plan --model llama3-70b --hardware 1x8xH100-80G --seq 8192 --fit
+      distkit plan --hardware 2x8xA100-80G train.py --size large
+      distkit plan --here train.py
+      distkit plan --check -s zero3 --nproc 2 train.py
       distkit plan --layout --set parallel.tensor=4 train.py
-      distkit plan --layout -c config.yaml --json train.py --size small
     """
-    if params is not None or model is not None:
-        if layout or script is not None:
-            raise UsageError("--params and --model plan without a script", hint="leave the script and --layout out")
-        task = {
-            "batch": batch,
-            "accumulate": accumulate,
-            "sequence": sequence,
-            "optimizer": optimizer,
-            "precision": precision,
-            "recompute": recompute,
-            "fused_attention": not keeps_scores,
-            "framework": framework,
-        }
-        _advise(params, model, task, hardware, intra, inter, calibrate, html, fit, as_json)
-        return
-    if not layout or script is None:
+    chosen = [*(overrides or []), *([] if strategy is None else [f"strategy={json.dumps(strategy)}"])]
+    if script is None and not (params or model):
         raise UsageError(
-            "what to show was not said",
-            hint=f"distkit plan --params 7B --hardware 8xA100-80G   or distkit plan --layout {script or 'train.py'}",
+            "what to plan for was not said",
+            hint="distkit plan --params 7B --hardware 8xA100-80G   or distkit plan --here train.py",
         )
-    if not Path(script).is_file():
-        raise UsageError(f"{script} is no file", hint="distkit plan --layout --set parallel.tensor=2 train.py")
+    if script is not None and (params is not None or model is not None):
+        raise UsageError("--params and --model plan without a script", hint="leave the script out, or them")
+    if params is not None and model is not None:
+        raise UsageError("--params and --model were set, and each says how large the model is", hint="leave one out")
+    if (check or layout) and script is None:
+        raise UsageError(
+            f"--{'check' if check else 'layout'} wants a script",
+            hint=f"distkit plan --{'check' if check else 'layout'} train.py",
+        )
+    code = None if script is None else _script(script, arguments or [], file, chosen)
+    if code is not None and (check or layout):
+        raise typer.Exit(_check(code, nproc, as_json) if check else _layout(code, as_json))
+    where = _Where(hardware, here, nproc, intra, inter)
+    wishes = {
+        "batch": batch, "accumulate": accumulate, "sequence": sequence, "optimizer": optimizer, "precision": precision,
+        "recompute": recompute, "fused_attention": not keeps_scores, "framework": framework,
+    }  # fmt: skip
+    task, hard = _task(code, params, model, wishes, where)
+    _advise(task, hard, calibrate, html, fit, as_json)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The options that say for which hardware."""
+
+    hardware: str | None
+    here: bool
+    nproc: str
+    intra: str | None
+    inter: str | None
+
+    def found(self) -> Hardware:
+        from distkit.advise.hardware import parse_hardware
+        from distkit.advise.here import this_machine
+
+        if self.here and self.hardware is not None:
+            raise UsageError("--here and --hardware were set, and each says where", hint="leave one out")
+        if self.here:
+            return this_machine(each=None if self.nproc == "auto" else _number("--nproc", self.nproc))
+        if self.hardware is None:
+            raise UsageError(
+                "where it is to run was not said", hint="--hardware 4x8xA100-80G --inter 200Gbps, or --here"
+            )
+        return parse_hardware(self.hardware, intra=self.intra, inter=self.inter)
+
+
+def _number(flag: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{flag} was set to {text!r}; valid: auto, or a number from 1 on", hint=f"{flag} 2")
+    return int(text)
+
+
+def _script(path: str, arguments: list[str], file: str | None, overrides: list[str]) -> Script:
+    """What is mistyped is said before the script runs."""
+    from distkit.advise.script import Script
     from distkit.config import load_config
 
-    chosen = [*(overrides or []), *([] if strategy is None else [f"strategy={json.dumps(strategy)}"])]
-    load_config(file=file, overrides=chosen)  # what is mistyped is said before the script runs
-    raise typer.Exit(_run_script(script, arguments or [], file, chosen, as_json))
+    if not Path(path).is_file():
+        raise UsageError(f"{path} is no file", hint="distkit plan --hardware 8xA100-80G train.py")
+    load_config(file=file, overrides=overrides)
+    return Script(path, arguments, file, overrides)
+
+
+def _task(
+    script: Script | None, params: str | None, model: str | None, wishes: dict[str, Any], where: _Where
+) -> tuple[Task, Hardware]:
+    """What was typed; what wasn't is the script's, or a default."""
+    from distkit.advise.advisor import Task
+    from distkit.advise.models import model_named, model_of_size, parse_parameters
+    from distkit.advise.script import task_of
+
+    if script is not None:
+        hardware = where.found()
+        task, note = task_of(script, hardware, wishes)
+        if note:
+            sys.stderr.write(f"distkit: {note}\n")
+        return task, hardware
+    defaults = {"batch": 256, "sequence": 2048, "optimizer": "adamw", "precision": "bf16"}
+    wishes = {name: defaults.get(name) if value is None else value for name, value in wishes.items()}
+    if params is not None:
+        shape = model_of_size(parse_parameters(params))
+    elif model is not None and ":" in model:
+        from distkit.advise.building import model_built_by
+
+        shape = model_built_by(model, sequence=wishes["sequence"], precision=wishes["precision"])
+    else:
+        shape = model_named(str(model))
+    return Task(shape, **wishes), where.found()
 
 
 def _advise(
-    params: str | None,
-    model: str | None,
-    task: dict[str, Any],
-    hardware: str | None,
-    intra: str | None,
-    inter: str | None,
-    calibrate: Path | None,
-    html: Path | None,
-    fit: bool,
-    as_json: bool,
+    task: Task, hardware: Hardware, calibrate: Path | None, html: Path | None, fit: bool, as_json: bool
 ) -> None:
     """Every strategy for a model on some hardware."""
-    from distkit.advise.advisor import Task, advise
-    from distkit.advise.hardware import parse_hardware
-    from distkit.advise.models import model_named, model_of_size, parse_parameters
+    from distkit.advise.advisor import advise
     from distkit.advise.report import show_advice
     from distkit.advise.timing import Calibration
 
-    if params is not None and model is not None:
-        raise UsageError("--params and --model were set, and each says how large the model is", hint="leave one out")
-    if hardware is None:
-        raise UsageError("where it is to run was not said", hint="--hardware 4x8xA100-80G --inter 200Gbps")
-    shape = model_named(model) if model is not None else model_of_size(parse_parameters(str(params)))
     shares = None if calibrate is None else Calibration.read(calibrate)
-    where = parse_hardware(hardware, intra=intra, inter=inter)
     if fit:
-        _fit(Task(shape, **task), where, as_json)
+        _fit(task, hardware, as_json)
         return
-    found = advise(Task(shape, **task), where, shares)
+    found = advise(task, hardware, shares)
     if html is not None:
         from distkit.advise.page import page_of
 
@@ -184,22 +258,34 @@ def _fit(task: Task, hardware: Hardware, as_json: bool) -> None:
         show_fits(task, hardware, found, Console())
 
 
-def _run_script(script: str, arguments: list[str], file: str | None, overrides: list[str], as_json: bool) -> int:
-    """The script in a process of its own, whose Trainer ends it when it has seen the model."""
-    from distkit.config.launchline import VARIABLE, LaunchSettings
+def _check(script: Script, nproc: str, as_json: bool) -> int:
+    """A few real steps."""
+    from rich.console import Console
 
+    from distkit.advise.checking import check_script
+    from distkit.advise.report import show_check
+    from distkit.advise.script import look_at
+
+    console = Console(stderr=True)
+    with console.status("looking at the model and one step of it") as status:
+        seen = look_at(script)
+        status.update("training a few steps")
+        line, found = check_script(script, seen, nproc=nproc)
+    if as_json:
+        sys.stdout.write(json.dumps({"run": line, "compared": [one.as_dict() for one in found]}, indent=2) + "\n")
+    else:
+        show_check(line, seen.note, found)
+    return 0
+
+
+def _layout(script: Script, as_json: bool) -> int:
+    """The script in a process of its own, whose Trainer ends it when it has seen the model."""
     with tempfile.TemporaryDirectory(prefix="distkit-plan-") as folder:
         done = Path(folder) / "shown"
-        settings = LaunchSettings(
-            config=None if file is None else str(Path(file).resolve()),
-            overrides=[*overrides, f"run_dir={json.dumps(folder)}", "log.to=[]", "checkpoint.resume=none"],
-            preview={"what": "layout", "json": as_json, "done": str(done)},
-        )
-        environment = {**os.environ, VARIABLE: settings.to_json()}
-        ended = subprocess.run([sys.executable, script, *arguments], env=environment, check=False)
-        if ended.returncode == 0 and not done.exists():
+        status = script.preview("layout", folder, json=as_json, done=str(done)).wait()
+        if status == 0 and not done.exists():
             raise UsageError(
-                f"{script} ended without preparing a model",
+                f"{script.path} ended without preparing a model",
                 hint="model, optimizer, loader = trainer.prepare(model, optimizer, loader)",
             )
-    return ended.returncode
+    return status

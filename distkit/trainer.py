@@ -22,6 +22,7 @@ from distkit.evaluation import LossFunction, MetricFunction, measure
 from distkit.heartbeat import Heartbeat
 from distkit.held import Held
 from distkit.logs import RunLog, choose_run_dir, create_run_folder
+from distkit.measuring import Measure
 from distkit.pace import PaceSetter
 from distkit.precision import Precision
 from distkit.preparing import Preparer
@@ -33,7 +34,7 @@ from distkit.signals import EXIT_STATUS, SignalWatch
 from distkit.starting import plan_lines, scale_rates, start_lines
 from distkit.stepping import OptimizerRun, Stepper
 from distkit.strategies.modules import group_name
-from distkit.strategies.registry import apply_defaults, make_strategy
+from distkit.strategies.registry import apply_defaults, make_strategy, settle_auto
 from distkit.window import StepOutput, Weight
 from distkit.world import World, detect_environment
 
@@ -71,6 +72,7 @@ class Trainer:
         if environment.size > 1 and self._loaded.origins["strategy"] == "default":
             self.config.strategy = "ddp"
             self._loaded.origins["strategy"] = f"{environment.size} processes were started and none was named"
+        settle_auto(self.config, environment.size)
         apply_defaults(self._loaded, environment.local_size)
         self.strategy = make_strategy(self.config, launch.preview)
         self.world: World = self.strategy.connect(environment)
@@ -84,6 +86,8 @@ class Trainer:
         self._progress = Progress()
         self._held = Held()
         self._callbacks = list(callbacks)
+        if launch.preview.get("what") == "measure":
+            self._callbacks.append(Measure(Path(launch.preview["folder"])))
         self._checkpoints = Checkpoints(
             self.strategy,
             self.world,

@@ -32,9 +32,10 @@ LAYERS: list[set[str]] = [
         "callbacks",
         "commandline",
         "memory",
+        "traffic",
     },
     {"strategies", "data", "checkpoint", "logs"},
-    {"evaluation", "held", "pace", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
+    {"evaluation", "held", "measuring", "pace", "preparing", "progress", "resuming", "starting", "stepping", "trainer"},
     {"verify", "bench", "migrate", "doctor", "advise", "launch", "keras"},
     {"cli", "checkpoint_cli", "plan_cli", "launch.command"},
 ]

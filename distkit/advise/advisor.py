@@ -240,7 +240,15 @@ def _with(
 ) -> Candidate:
     model, usable = task.model, float(catalogue()["assumed"]["usable"]["value"])
     same: dict[str, Any] = {"optimizer": task.optimizer, "precision": task.precision, "sequence": task.sequence}
-    memory = memory_of(model, layout, micro=micro, fused_attention=task.fused_attention, **same)
+    memory = memory_of(
+        model,
+        layout,
+        micro=micro,
+        accumulate=accumulate,
+        fused_attention=task.fused_attention,
+        cpu=hardware.cpu,
+        **same,
+    )
     collectives = tuple(collectives_of(model, layout, hardware, micro=micro, accumulate=accumulate, **same))
     host = _host_bytes(memory, layout, accumulate, task)
     tokens = task.batch * task.sequence

@@ -70,6 +70,8 @@ def _fits(task: Task, hardware: Hardware, layout: Layout, micro: int) -> bool:
         optimizer=task.optimizer,
         precision=task.precision,
         fused_attention=task.fused_attention,
+        accumulate=task.accumulate or 1,
+        cpu=hardware.cpu,
     )
     return memory.total <= hardware.device.memory * float(catalogue()["assumed"]["usable"]["value"])
 

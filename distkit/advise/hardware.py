@@ -83,6 +83,11 @@ class Hardware:
         """In all."""
         return self.nodes * self.each
 
+    @property
+    def cpu(self) -> bool:
+        """Whether its devices are processors, whose memory is the host's."""
+        return self.device.name.startswith("CPU")
+
     def describe(self) -> str:
         """One line."""
         nodes = "" if self.nodes == 1 else f"{self.nodes} nodes x "

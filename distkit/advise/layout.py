@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from distkit.advise.engines import ENGINES, Engine
 from distkit.advise.hardware import Hardware
 from distkit.advise.models import ModelShape
 
-__all__ = ["Layout", "layouts"]
-
-_ENGINES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
+__all__ = ["Layout", "layout_of_run", "layouts"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Layout:
         shards: What: parameters, gradients, optimizer.
         offload: ``none``, ``optimizer`` or ``params``.
         recompute: ``none`` or ``full``: activation checkpointing.
+        published: Whether it is counted as in the papers, and not as the engine does it.
     """
 
     strategy: str
@@ -34,11 +34,15 @@ class Layout:
     shards: frozenset[str]
     offload: str = "none"
     recompute: str = "none"
+    published: bool = False
 
     @property
-    def engine(self) -> str:
-        """Who keeps the states."""
-        return _ENGINES.get(self.strategy, "torch")
+    def engine(self) -> Engine:
+        """Who keeps the states, and how."""
+        if self.published:
+            return ENGINES["published"]
+        kind = "deepspeed" if "zero" in self.strategy else "horovod" if self.strategy == "horovod" else "torch"
+        return ENGINES[kind]
 
     def describe(self) -> str:
         """``zero3, tensor 4, offload optimizer, recomputation``."""
@@ -71,3 +75,21 @@ def layouts(model: ModelShape, hardware: Hardware) -> Iterator[Layout]:
                 if offload in capabilities.offload:
                     for recompute in ("none", "full"):
                         yield replace(plain, offload=offload, recompute=recompute)
+
+
+def layout_of_run(strategy: str, processes: int, *, tensor: int, replicas: int, offload: str, recompute: str) -> Layout:
+    """How a run with these settings is laid out.
+
+    Args:
+        strategy: Its name.
+        processes: In all.
+        tensor: Ranks of a tensor group.
+        replicas: Replica groups, of hsdp.
+        offload: ``memory.offload``.
+        recompute: ``memory.activation_checkpointing``.
+    """
+    from distkit.strategies.registry import strategy_class
+
+    data = processes // tensor
+    shards = strategy_class(strategy).capabilities.shards
+    return Layout(strategy, tensor, data, data // replicas, shards, offload, recompute)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from distkit.advise.engines import Engine
 from distkit.advise.hardware import catalogue
 from distkit.advise.layout import Layout
-from distkit.advise.models import ModelShape
+from distkit.advise.models import ModelShape, SeenStep
 
 __all__ = ["KINDS", "OPTIMIZERS", "MemoryBytes", "StateSizes", "layer_activations", "memory_of", "state_sizes"]
 
@@ -91,25 +92,22 @@ class StateSizes:
         return self.parameter + self.gradient + self.optimizer
 
 
-def state_sizes(precision: str, optimizer: str, engine: str) -> StateSizes:
+def state_sizes(precision: str, optimizer: str, engine: Engine) -> StateSizes:
     """What an engine keeps for each parameter.
-
-    In 16 bits with fp32 masters all engines need 16 bytes with Adam; they only name them differently: DeepSpeed keeps
-    parameters and gradients in 16 bits and a master copy with the optimizer, torch under autocast keeps fp32.
 
     Args:
         precision: As in the settings.
         optimizer: One of :data:`OPTIMIZERS`.
-        engine: ``deepspeed`` or ``torch``.
+        engine: Who keeps it.
     """
     states = OPTIMIZERS[optimizer]
     if precision == "bf16-pure":
         return StateSizes(2, 2, 2 * states)
     if precision == "fp32":
         return StateSizes(4, 4, 4 * states, compute=4)
-    if engine == "deepspeed":
-        return StateSizes(2, 2, 4 + 4 * states)
-    return StateSizes(4, 4, 4 * states)
+    if engine.master:
+        return StateSizes(2, engine.gradient, 4 + 4 * states)
+    return StateSizes(4, engine.gradient, 4 * states)
 
 
 def layer_activations(
@@ -153,6 +151,7 @@ def memory_of(
     optimizer: str,
     precision: str,
     fused_attention: bool,
+    accumulate: int = 1,
     cpu: bool = False,
 ) -> MemoryBytes:
     """A rank's memory at the peak of a step.
@@ -165,21 +164,26 @@ def memory_of(
         optimizer: One of :data:`OPTIMIZERS`.
         precision: As in the settings.
         fused_attention: Whether scores aren't kept.
+        accumulate: Micro batches in a step.
         cpu: Whether the framework's own memory is left out.
     """
-    sizes = state_sizes(precision, optimizer, layout.engine)
+    engine, ranks = layout.engine, layout.shard_ranks
+    sizes = state_sizes(precision, optimizer, engine)
     mine = split_parameters(model, layout.tensor)
-    ranks = layout.shard_ranks
+    trained = mine * model.trained_parameters / model.parameters
     parameters = mine * sizes.parameter / (ranks if "parameters" in layout.shards else 1)
-    gradients = mine * sizes.gradient / (ranks if "gradients" in layout.shards else 1)
-    states = mine * sizes.optimizer / (ranks if "optimizer" in layout.shards else 1)
+    if engine.small_stay and "parameters" in layout.shards:
+        parameters += sizes.parameter * min(mine, model.small_parameters)
+    whole = engine.whole_in_windows and accumulate > 1
+    gradients = trained * sizes.gradient / (ranks if "gradients" in layout.shards and not whole else 1)
+    states = trained * sizes.optimizer / (ranks if "optimizer" in layout.shards else 1)
     host = 0.0
     if layout.offload in ("optimizer", "params"):
         host, states = states, 0.0
     if layout.offload == "params":
         host, parameters = host + parameters, 0.0
     activations = _activations(model, layout, micro, sequence, precision, fused_attention)
-    buffers = _buffers(model, layout, sizes)
+    buffers = _buffers(model, layout, sizes, trained)
     assumed = catalogue()["assumed"]
     own = 0.0 if cpu else float(assumed["framework"]["bytes"])
     own += 0.0 if cpu else float(assumed["fragmentation"]["value"]) * (activations + buffers)
@@ -188,13 +192,15 @@ def memory_of(
 
 def split_parameters(model: ModelShape, tensor: int) -> float:
     """Parameters of a rank in a tensor group: matrices and the vocabulary are split, norms are whole."""
-    whole = model.layers * 4 * model.hidden if tensor > 1 else 0
+    whole = model.whole_parameters(tensor)
     return (model.parameters - whole) / tensor + whole
 
 
 def _activations(
     model: ModelShape, layout: Layout, micro: float, sequence: int, precision: str, fused_attention: bool
 ) -> float:
+    if model.seen is not None and model.seen.step is not None:
+        return micro * _seen_activations(model.seen.step, model, layout, precision)
     width = 2.0 if precision == "fp32" else 1.0  # the formulas count 16-bit values
     one = width * layer_activations(
         sequence, micro, model.hidden, model.heads, tensor=layout.tensor, scores=not fused_attention
@@ -208,12 +214,32 @@ def _activations(
     return layers + logits
 
 
-def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes) -> float:
-    mine = split_parameters(model, layout.tensor)
-    largest = max(model.layer_parameters, model.vocabulary * model.hidden) / layout.tensor
+def _seen_activations(step: SeenStep, model: ModelShape, layout: Layout, precision: str) -> float:
+    """Of one sample; a tensor group splits what arXiv 2205.05198 says it splits (24 of 34 parts), and the logits."""
+    assert model.seen is not None
+    blocks = step.block_inputs + step.largest_block if layout.recompute == "full" else step.in_blocks
+    share = (10 + 24 / layout.tensor) / 34
+    outside = (step.saved - step.in_blocks) / layout.tensor
+    width = (1 if precision != "fp32" else 2) / (1 if model.seen.precision != "fp32" else 2)
+    return width * (share * blocks + outside)
+
+
+def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes, trained: float) -> float:
+    engine, mine = layout.engine, split_parameters(model, layout.tensor)
+    own = 0.0 if model.seen is None else float(model.seen.buffers)
+    layer, outside = model.layer_parameters / layout.tensor, model.outside_parameters / layout.tensor
     if "parameters" in layout.shards:
-        gathered = 2.0 * model.layer_parameters / layout.tensor + largest
-        return sizes.compute * gathered + sizes.gradient * largest
-    if layout.engine == "deepspeed":
-        return 2.0 * sizes.gradient * min(5e8, mine / 4)
-    return 25e6 * 2
+        if engine.kept:
+            gathered = min(mine, engine.kept + engine.prefetched + max(layer, outside))
+            return own + sizes.compute * gathered + sizes.gradient * _bucket(trained)
+        return own + sizes.compute * (2.0 * layer + outside) + sizes.gradient * max(layer, outside)
+    if "optimizer" in layout.shards:
+        return own + sizes.gradient * _bucket(trained) * (2 if "gradients" in layout.shards else 1)
+    return own + (sizes.gradient * trained if engine.copies_gradients else 0.0)
+
+
+def _bucket(trained: float) -> float:
+    """Elements that DeepSpeed reduces at a time, as distkit sets it."""
+    from distkit.strategies.zero_config import reduce_bucket_size
+
+    return reduce_bucket_size(int(trained))

@@ -12,9 +12,64 @@ from typing import Any
 from distkit.config.nearest import nearest
 from distkit.errors import PlanError
 
-__all__ = ["FAMILIES", "ModelShape", "model_named", "model_of_size", "parse_parameters"]
+__all__ = [
+    "FAMILIES",
+    "ModelShape",
+    "SeenModel",
+    "SeenStep",
+    "model_named",
+    "model_of_facts",
+    "model_of_size",
+    "parse_parameters",
+]
 
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """What one forward and backward of a real model kept and computed, for each sample.
+
+    Args:
+        saved: Bytes that autograd keeps.
+        block_inputs: Bytes of the blocks' inputs.
+        in_blocks: Of what is kept, bytes in blocks.
+        largest_block: Bytes that the block with the most keeps.
+        flops: Operations, forward and backward.
+        tokens: Whole numbers that go in; 0 where inputs aren't tokens.
+    """
+
+    saved: float
+    block_inputs: float
+    in_blocks: float
+    largest_block: float
+    flops: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class SeenModel:
+    """Sizes of a real model.
+
+    Args:
+        trained: Parameters that have a gradient.
+        outside: Parameters in no repeated block.
+        small: Parameters in small tensors.
+        buffers: Bytes of its buffers.
+        precision: In which it was computed.
+        tensor_split: Parameters that a tensor group splits; None where nobody looked.
+        tensor_rows: All-reduces of activations in one direction, over a tensor group.
+        step: None where the script's step couldn't be run without values.
+    """
+
+    trained: int
+    outside: int
+    small: int
+    buffers: int
+    precision: str
+    tensor_split: int | None = None
+    tensor_rows: int | None = None
+    step: SeenStep | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +88,7 @@ class ModelShape:
         vocabulary: Size of the vocabulary.
         tied: Whether embedding and head are one.
         assumed: Whether the shape is a typical one for the size, and not the model's own.
+        seen: What was seen of a real model; None where only its shape is known.
     """
 
     name: str
@@ -46,6 +102,7 @@ class ModelShape:
     vocabulary: int
     tied: bool
     assumed: bool = False
+    seen: SeenModel | None = None
 
     @property
     def head_parameters(self) -> int:
@@ -55,13 +112,55 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Of one layer, all alike."""
-        return max(1, (self.parameters - self.head_parameters) // self.layers)
+        outside = self.head_parameters if self.seen is None else self.seen.outside
+        return max(1, (self.parameters - outside) // self.layers)
+
+    @property
+    def outside_parameters(self) -> int:
+        """Of what is in no layer."""
+        return self.parameters - self.layers * self.layer_parameters
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that have a gradient."""
+        return self.parameters if self.seen is None else self.seen.trained
+
+    @property
+    def small_parameters(self) -> int:
+        """In small tensors: norms and biases."""
+        if self.seen is not None:
+            return self.seen.small
+        return self.layers * self._norms_and_biases
+
+    def whole_parameters(self, tensor: int) -> int:
+        """Those that every rank of a tensor group has."""
+        if tensor == 1:
+            return 0
+        if self.seen is not None and self.seen.tensor_split is not None:
+            return self.parameters - self.seen.tensor_split
+        return self.layers * 4 * self.hidden
+
+    def tensor_reductions(self, tensor: int) -> int:
+        """All-reduces of activations in a forward and a backward: two a layer and for the vocabulary, each way."""
+        if tensor == 1:
+            return 0
+        if self.seen is not None and self.seen.tensor_rows is not None:
+            return 2 * self.seen.tensor_rows
+        return 4 * self.layers + 2
+
+    @property
+    def _norms_and_biases(self) -> int:
+        if self.gated:
+            return 2 * self.hidden
+        return 7 * self.hidden + 2 * self.hidden * self.kv_heads // self.heads + self.feed_forward
 
     def flops_per_token(self, sequence: int) -> float:
         """Forward and backward, without recomputation: 6 for each parameter of a matrix, and attention's own part.
 
         arXiv 2104.04473, equation 3 without recomputation: scores and their use take 12 l h s for each token.
         """
+        if self.seen is not None and self.seen.step is not None:
+            return self.seen.step.flops / sequence
         matrices = self.parameters - (0 if self.tied else self.vocabulary * self.hidden)  # looked up, not multiplied
         return 6.0 * matrices + 12.0 * self.layers * self.hidden * sequence
 
@@ -127,6 +226,36 @@ FAMILIES: dict[str, ModelShape] = {
     )
 }
 """Published shapes: GPT-2 (its release), GPT-3 (arXiv 2005.14165, table 2.1), Llama (arXiv 2302.13971, 2307.09288, 2407.21783)."""
+
+
+def model_of_facts(facts: Mapping[str, Any], precision: str) -> ModelShape:
+    """The shape of a real model.
+
+    Args:
+        facts: As :mod:`distkit.strategies.profiling` writes them.
+        precision: In which its step was computed.
+    """
+    blocks, step, tensor = facts["blocks"], facts.get("step"), facts.get("tensor")
+    layers = max(1, len(blocks))
+    seen = SeenModel(
+        trained=facts["trained"],
+        outside=facts["parameters"] - sum(blocks) if blocks else 0,
+        small=facts["small"],
+        buffers=facts["buffers"],
+        precision=precision,
+        tensor_split=None if tensor is None else tensor["split"],
+        tensor_rows=None if tensor is None else tensor["rows"] + tensor["vocabulary"],
+        step=None if not step or not step["samples"] else _seen_step(step),
+    )
+    return ModelShape(
+        facts["name"], facts["parameters"], layers, facts["hidden"], facts["heads"], facts["kv_heads"],
+        facts["feed_forward"], False, facts["vocabulary"], False, seen=seen,
+    )  # fmt: skip
+
+
+def _seen_step(step: Mapping[str, Any]) -> SeenStep:
+    names = ("saved", "block_inputs", "in_blocks", "largest_block", "flops", "tokens")
+    return SeenStep(*(step[name] / step["samples"] for name in names))
 
 
 def parse_parameters(text: str) -> int:

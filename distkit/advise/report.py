@@ -13,7 +13,9 @@ from distkit.advise.hardware import Hardware
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["launch_line", "settings_of", "show_advice", "show_fits", "shown"]
+    from distkit.advise.checking import Compared
+
+__all__ = ["launch_line", "settings_of", "show_advice", "show_check", "show_fits", "shown"]
 
 
 def settings_of(advice: Advice, candidate: Candidate) -> dict[str, object]:
@@ -131,3 +133,23 @@ def _row(candidate: Candidate, chosen: bool) -> tuple[str, ...]:
         speed,
         candidate.reason if not candidate.fits else "",
     )
+
+
+def show_check(line: str, note: str, found: Sequence[Compared]) -> None:
+    """What was predicted beside what was counted."""
+    import sys
+
+    from distkit.commandline import print_table
+
+    sys.stdout.write("".join(f"{text}\n" for text in (line, note) if text))
+    rows = [
+        (
+            one.what,
+            f"{one.predicted:,.0f}",
+            "-" if one.measured is None else f"{one.measured:,.0f}",
+            "" if one.error is None else f"{one.error:+.1%}",
+            one.how,
+        )
+        for one in found
+    ]
+    print_table(("bytes of a rank", "predicted", "measured", "error", "how it was measured"), rows)

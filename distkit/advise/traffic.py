@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from distkit.advise.hardware import Hardware
 from distkit.advise.layout import Layout
-from distkit.advise.memory import split_parameters, state_sizes
+from distkit.advise.memory import StateSizes, split_parameters, state_sizes
 from distkit.advise.models import ModelShape
 
 __all__ = ["Collective", "LinkBytes", "collectives_of", "link_bytes"]
@@ -98,22 +98,22 @@ def collectives_of(
         precision: As in the settings.
     """
     sizes = state_sizes(precision, optimizer, layout.engine)
-    mine = split_parameters(model, layout.tensor)
     group = _DataGroup(layout, hardware)
     found: list[Collective] = []
     if layout.data > 1:
-        found += _data_parallel(layout, group, mine * sizes.compute, mine * sizes.gradient, accumulate, model.layers)
-    if layout.tensor > 1:
+        found += _data_parallel(model, layout, group, sizes, accumulate)
+    passes = model.tensor_reductions(layout.tensor)
+    if passes:
+        passes += passes // 2 if layout.recompute == "full" else 0
         value = 4.0 if precision == "fp32" else 2.0
-        passes = 4 + (2 if layout.recompute == "full" else 0)
         message = value * sequence * micro * model.hidden
         found.append(
             Collective(
                 *("all_reduce", "activations between split layers", message, layout.tensor, layout.tensor),
                 groups=1,
-                count=float(passes * model.layers * accumulate),
+                count=float(passes * accumulate),
                 hides=False,
-                parts=passes * model.layers * accumulate,
+                parts=passes * accumulate,
             )
         )
     return found
@@ -144,34 +144,49 @@ class _DataGroup:
 
 
 def _data_parallel(
-    layout: Layout, group: _DataGroup, weights: float, gradients: float, accumulate: int, layers: int
+    model: ModelShape, layout: Layout, group: _DataGroup, sizes: StateSizes, accumulate: int
 ) -> list[Collective]:
     """By what is split: the sum of gradients, and the weights that have to be gathered."""
     reduce, gather = "reduce_scatter", "all_gather"
-    if layout.strategy == "hsdp":
-        shard = gradients / layout.shard_ranks
-        return [
-            group.collective(
-                gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers, over="node"
-            ),
-            group.collective(reduce, "gradients in a node", gradients, 1.0, layers, over="node"),
-            group.collective("all_reduce", "gradients across nodes", shard, 1.0, layers, over="nodes"),
-        ]
+    engine, layers = layout.engine, model.layers
+    mine = split_parameters(model, layout.tensor)
+    gradients = mine * model.trained_parameters / model.parameters * sizes.gradient
     if "parameters" in layout.shards:
-        windows = 1 if layout.strategy == "fsdp" else accumulate  # DeepSpeed reduces after each micro batch
-        return [
+        over = "node" if layout.strategy == "hsdp" else "all"
+        gathered = sizes.compute * _gathered(model, layout, accumulate)
+        windows = 1 if engine.whole_in_windows else accumulate
+        found = [
             group.collective(
-                gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers * accumulate
+                gather, "weights, forward and backward", gathered, 1.0, 2 * layers * accumulate, over=over
             ),
-            group.collective(reduce, "gradients", gradients, float(windows), layers * windows),
+            group.collective(reduce, "gradients", gradients, float(windows), layers * windows, over=over),
         ]
+        if layout.strategy == "hsdp":
+            shard = gradients / layout.shard_ranks
+            found.append(group.collective("all_reduce", "gradients across nodes", shard, 1.0, layers, over="nodes"))
+        return found
     if "optimizer" in layout.shards:
         windows = accumulate if "gradients" in layout.shards else 1
+        sums = reduce if engine.scatters else "all_reduce"
         return [
-            group.collective(reduce, "gradients", gradients, float(windows), 10 * windows),
-            group.collective(gather, "updated weights", weights, 1.0, 10),
+            group.collective(sums, "gradients", gradients, float(windows), 10 * windows),
+            group.collective(gather, "updated weights", mine * sizes.compute, 1.0, 10),
         ]
     return [group.collective("all_reduce", "gradients", gradients, 1.0, 10)]
+
+
+def _gathered(model: ModelShape, layout: Layout, accumulate: int) -> float:
+    """Elements that are gathered in a step: all for each forward, and again for each backward what wasn't kept till then."""
+    engine, mine = layout.engine, split_parameters(model, layout.tensor)
+    if engine.outside_stays:
+        again = mine * (1 - model.outside_parameters / model.parameters)
+        return accumulate * (mine + again)
+    kept = min(mine, engine.kept)
+    small = min(mine, model.small_parameters) if engine.small_stay else 0.0
+    if small == mine:
+        return mine  # once, after they were stepped
+    forwards = accumulate * mine - (accumulate - 1) * kept  # at the model's beginning backward leaves as much
+    return forwards + accumulate * (mine - kept)
 
 
 def link_bytes(collectives: Iterable[Collective], host: float) -> LinkBytes:

@@ -17,6 +17,7 @@ from distkit.config.launchline import VARIABLE, LaunchSettings
 from distkit.config.naming import run_name
 from distkit.config.nearest import nearest
 from distkit.errors import ConfigError, LaunchError
+from distkit.launch.advised import choose_strategy
 from distkit.launch.choosing import choose_launcher
 from distkit.launch.exports import exported, exported_names
 from distkit.launch.launchers import launcher_of
@@ -59,6 +60,10 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     hosts = hosts or hosts_of(options, machine)
     launcher.check(options, hosts, machine)
     options = replace(options, nnodes=nodes_of(options, hosts), nproc=processes_on_each(options, hosts))
+    if loaded.config.strategy == "auto":
+        chosen = choose_strategy(options, loaded, given, machine, target)
+        given, notes = [*given, *chosen.overrides], [*notes, *chosen.notes]
+        loaded = load_config(file=config_file, overrides=given)
     strategy = loaded.config.strategy if loaded.origins["strategy"] != "default" else None
     nproc, about = _processes(
         options, loaded, strategy, replace(machine, gpus=lambda: 0) if launcher.elsewhere else machine
@@ -69,7 +74,10 @@ def build_plan(options: LaunchOptions, machine: Machine) -> LaunchPlan:
     check_trackers(loaded.config.log.to)
     run_dir = _run_dir(loaded.config.run_dir, title, machine)
     settings = LaunchSettings(
-        config=config_file, overrides=[*given, f"run_dir={_yaml_text(str(run_dir))}"], launcher=name
+        config=config_file,
+        overrides=[*given, f"run_dir={_yaml_text(str(run_dir))}"],
+        launcher=name,
+        preview=dict(options.preview),
     )
     request = Request(
         options=options,

@@ -49,6 +49,7 @@ class LaunchOptions:
         host_discovery: A program that prints the hosts that are there now.
         meet_at: ``HOST:PORT`` at which hosts that are started by hand meet, in any order and number.
         job: ``KEY=VALUE`` texts for the scheduler that runs the job (Slurm, Kubernetes, Ray).
+        preview: What `distkit plan` wants to be measured; empty for a run.
     """
 
     script: str
@@ -79,6 +80,7 @@ class LaunchOptions:
     host_discovery: str | None = None
     meet_at: str | None = None
     job: tuple[str, ...] = ()
+    preview: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from distkit.errors import LaunchError
+from distkit.traffic import note
 from distkit.world.collectives import Collectives, Pending
 
 __all__ = ["HorovodCollectives", "Operations"]
@@ -38,14 +39,17 @@ class Operations:
 
     def reduce(self, tensor: torch.Tensor, name: str, op: int) -> int:
         """Start an all-reduce in place; ``op`` is one of Horovod's. Returns a handle."""
+        note("all_reduce", tensor.numel() * tensor.element_size(), hvd.size())
         return int(self._started(lambda: hvd.allreduce_async_(tensor, name=name, op=op), name))
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int) -> int:
         """Start a broadcast in place."""
+        note("broadcast", tensor.numel() * tensor.element_size(), hvd.size())
         return int(self._started(lambda: hvd.broadcast_async_(tensor, source, name=name), name))
 
     def gather(self, tensor: torch.Tensor, name: str) -> int:
         """Start gathering along the first dimension."""
+        note("all_gather", tensor.numel() * tensor.element_size() * hvd.size(), hvd.size())
         return int(self._started(lambda: hvd.allgather_async(tensor, name=name), name))
 
     def wait(self, handle: int, name: str) -> Any:

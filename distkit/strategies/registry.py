@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distkit.config import Config, LoadedConfig
     from distkit.strategies.base import Strategy
 
-__all__ = ["BUILT_IN", "RESOLVED", "apply_defaults", "make_strategy", "strategy_class", "strategy_names"]
+__all__ = ["BUILT_IN", "RESOLVED", "apply_defaults", "make_strategy", "settle_auto", "strategy_class", "strategy_names"]
 
 BUILT_IN = {
     "single": "distkit.strategies.single:SingleStrategy",
@@ -36,8 +36,10 @@ BUILT_IN = {
 
 RESOLVED = {
     "accelerate": "one of these, with its settings, as a configuration of Hugging Face Accelerate says",
+    "auto": "the one that `distkit plan` recommends for the script on the machines at hand; distkit-run says which and why",
 }
-"""Values of ``strategy`` that stand for another one; :func:`distkit.config.load_config` finds out for which."""
+"""Values of ``strategy`` that stand for another one. For which, :func:`distkit.config.load_config` finds out, and for
+``auto`` the launcher."""
 
 ENTRY_POINTS = "distkit.strategies"
 """Packages add strategies of their own under this entry point group: ``name = "package.module:Class"``."""
@@ -98,7 +100,7 @@ def make_strategy(config: Config, preview: Mapping[str, Any] | None = None) -> S
         ConfigError: There is no such strategy, or it can't follow the settings.
     """
     chosen = strategy_class(config.strategy)
-    if preview:
+    if preview and preview["what"] != "measure":
         return _make_preview(chosen, config, preview)
     return chosen.for_run(config)(config)
 
@@ -115,6 +117,10 @@ def _make_preview(chosen: type[Strategy], config: Config, preview: Mapping[str, 
     from distkit.strategies.tensor_parallel.preview import LayoutPreview, show_errors_short
 
     show_errors_short()
+    if preview["what"] == "profile":
+        from distkit.strategies.profiling import ProfilePreview
+
+        return ProfilePreview(config, done=Path(preview["done"]))
     if config.parallel.tensor == 1:
         raise ConfigError("parallel.tensor is 1: no layer would be split", hint="--set parallel.tensor=2")
     if chosen.name != "single":  # the default, where only the layout is asked for
@@ -123,6 +129,22 @@ def _make_preview(chosen: type[Strategy], config: Config, preview: Mapping[str, 
 
     check_layout(config)
     return LayoutPreview(config, as_json=bool(preview["json"]), done=Path(preview["done"]))
+
+
+def settle_auto(config: Config, processes: int) -> None:
+    """``strategy: auto`` in a script that `distkit-run` didn't start: one process has no choice.
+
+    Raises:
+        ConfigError: Several processes were started already.
+    """
+    if config.strategy != "auto":
+        return
+    if processes > 1:
+        raise ConfigError(
+            f"strategy is auto, which is settled before processes are started, and {processes} were started",
+            hint="distkit-run -s auto --nproc 2 train.py",
+        )
+    config.strategy = "single"
 
 
 def _takes_several(name: str) -> bool:

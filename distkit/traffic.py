@@ -1,0 +1,226 @@
+"""Bytes that collectives move, counted exactly as they are called, and bytes that this process's sockets carried.
+
+What a rank sends is worked out for a ring, with n ranks and a message of m bytes: 2 (n-1)/n m for an all-reduce, (n-1)/n m
+for an all-gather, a reduce-scatter, a broadcast or a reduce (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations", 2009). What a backend sends for a call is its own affair; :func:`socket_bytes` says it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Call", "TrafficCounter", "note", "ring_share", "socket_bytes"]
+
+_ROUNDS = {"all_reduce": 2}
+"""How often a ring passes the message around; once for all others."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective.
+
+    Args:
+        what: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce``, ``all_to_all``, ``send``.
+        message: Bytes of the whole tensor, as it is on all ranks together (gathered, or before it is scattered).
+        ranks: Size of the group.
+    """
+
+    what: str
+    message: int
+    ranks: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends in a ring."""
+        return ring_share(self.what, self.ranks) * self.message
+
+
+def ring_share(what: str, ranks: int) -> float:
+    """What each rank of a ring sends, as a multiple of the message.
+
+    Args:
+        what: As in :class:`Call`.
+        ranks: Size of the group.
+    """
+    if what == "send":
+        return 1.0
+    return _ROUNDS.get(what, 1) * (ranks - 1) / ranks
+
+
+@dataclass
+class TrafficCounter:
+    """Collectives of this process while it is open: those of torch.distributed, whoever calls them, and noted ones.
+
+    Args:
+        calls: What was counted, with how often.
+    """
+
+    calls: Counter[Call] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._open = ExitStack()
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends in all, over rings."""
+        return sum(call.sent * count for call, count in self.calls.items())
+
+    def add(self, call: Call) -> None:
+        """Count one."""
+        if call.ranks > 1 and call.message:
+            self.calls[call] += 1
+
+    def __enter__(self) -> TrafficCounter:
+        _listening.append(self)
+        self._open.enter_context(_watch(self))
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        _listening.remove(self)
+        self._open.close()
+
+
+_listening: list[TrafficCounter] = []
+
+
+def note(what: str, message: int, ranks: int) -> None:
+    """Tell open counters of a collective that doesn't go through torch.distributed.
+
+    Args:
+        what: As in :class:`Call`.
+        message: Bytes of the whole tensor.
+        ranks: Size of the group.
+    """
+    for counter in _listening:
+        counter.add(Call(what, message, ranks))
+
+
+def _watch(counter: TrafficCounter) -> Any:
+    """A mode that sees the operators behind torch.distributed, also those that C++ and backward call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in ("c10d", "_c10d_functional"):
+                call = _call_of(func.__name__.partition(".")[0], args, kwargs or {})
+                if call is not None:
+                    counter.add(call)
+            return func(*args, **(kwargs or {}))
+
+    return Watch()  # type: ignore[no-untyped-call]
+
+
+_OPERATORS = {
+    "allreduce_": ("all_reduce", "first"),
+    "allreduce_coalesced_": ("all_reduce", "first"),
+    "all_reduce": ("all_reduce", "first"),
+    "all_reduce_": ("all_reduce", "first"),
+    "all_reduce_coalesced": ("all_reduce", "first"),
+    "all_reduce_coalesced_": ("all_reduce", "first"),
+    "broadcast_": ("broadcast", "first"),
+    "broadcast": ("broadcast", "first"),
+    "reduce_": ("reduce", "first"),
+    "allgather_": ("all_gather", "first"),
+    "_allgather_base_": ("all_gather", "first"),
+    "allgather_coalesced_": ("all_gather", "first"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "first"),
+    "all_gather_into_tensor": ("all_gather", "times"),
+    "all_gather_into_tensor_out": ("all_gather", "times"),
+    "all_gather_into_tensor_coalesced": ("all_gather", "times"),
+    "gather_": ("all_gather", "times second"),
+    "scatter_": ("reduce_scatter", "times"),
+    "reduce_scatter_": ("reduce_scatter", "second"),
+    "_reduce_scatter_base_": ("reduce_scatter", "second"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "second"),
+    "reduce_scatter_tensor": ("reduce_scatter", "first"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "first"),
+    "alltoall_": ("all_to_all", "second"),
+    "alltoall_base_": ("all_to_all", "second"),
+    "all_to_all_single": ("all_to_all", "first"),
+    "send": ("send", "first"),
+}
+"""Operators by name: which collective each is, and which of its arguments has the whole message.
+
+From torch/csrc/distributed/c10d/{Ops,Functional}.cpp; ``times`` stands for a part of the message that each rank has one of.
+"""
+
+
+def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """What an operator moves; None for a wait, a barrier and a receive."""
+    if name not in _OPERATORS:
+        return None
+    what, where = _OPERATORS[name]
+    tensors = args[1] if where.endswith("second") else args[0]
+    ranks = _ranks(args, kwargs)
+    return Call(what, _nbytes(tensors) * (ranks if where.startswith("times") else 1), ranks)
+
+
+def _ranks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The size of the operator's group, which it has as an object or by name."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, dist.ProcessGroup):
+            return value.size()
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value).size()
+    for value in reversed((*args, *kwargs.values())):
+        if isinstance(value, str):
+            with_name = getattr(distributed_c10d, "_resolve_process_group", None)
+            if with_name is not None:
+                try:
+                    return int(with_name(value).size())
+                except (LookupError, RuntimeError):
+                    continue
+    return dist.get_world_size()
+
+
+def _nbytes(value: Any) -> int:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(map(_nbytes, value))
+    return 0
+
+
+_BYTES_SENT = 200
+"""Where ``tcpi_bytes_sent`` lies in Linux's struct tcp_info (include/uapi/linux/tcp.h, from 4.19 on)."""
+
+
+def socket_bytes() -> int | None:
+    """Bytes that this process's open TCP connections have sent so far; None where the system doesn't say (not Linux).
+
+    Shared memory and InfiniBand go around sockets.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    total, known = 0, False
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(file.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(file.name))) as copy:
+                if copy.type != socket.SOCK_STREAM or copy.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                answer = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
+        except OSError:  # closed meanwhile, or listening
+            continue
+        if len(answer) >= _BYTES_SENT + 8:
+            known = True
+            total += struct.unpack_from("<Q", answer, _BYTES_SENT)[0]
+    return total if known else None
