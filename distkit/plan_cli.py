@@ -40,7 +40,10 @@ def plan(
     accumulate: Annotated[
         int | None, typer.Option("--accumulate", metavar="N", help="Micro batches in it; else the fewest that fit.")
     ] = None,
-    sequence: Annotated[int, typer.Option("--seq", metavar="N", help="Tokens in a sequence.")] = 2048,
+    sequence: Annotated[
+        int | None,
+        typer.Option("--seq", metavar="N", help="Tokens in a sequence; 2048 if not set.", show_default=False),
+    ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd, lion, ...")] = "adamw",
     precision: Annotated[str, typer.Option("--precision", metavar="NAME", help="As the setting.")] = "bf16",
     recompute: Annotated[
@@ -60,6 +63,13 @@ def plan(
     inter: Annotated[
         str | None, typer.Option("--inter", metavar="SPEED", help="Of a node, to others: 200Gbps, 25GB/s.")
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option("--storage", metavar="SPEED", help="Of all ranks to where checkpoints go: 2GB/s."),
+    ] = None,
+    compress: Annotated[
+        str, typer.Option("--compress", metavar="NAME", help="compress.method of strategies that have it: fp16, bf16.")
+    ] = "none",
     calibrate: Annotated[
         Path | None, typer.Option("--calibrate", metavar="FILE", help="JSON with what was measured there.")
     ] = None,
@@ -94,6 +104,7 @@ def plan(
       distkit plan --params 13B --batch 256 --accumulate 4 --hardware 4x8xA100-80G --intra nvlink --inter 200Gbps
       distkit plan --model llama3-8b --hardware 8xH100-80G --json
       distkit plan --model llama3-70b --hardware 1x8xH100-80G --seq 8192 --fit
+      distkit plan --model resnet101 --batch 2048 --precision fp16 --hardware 4x8xV100-32G --inter 25Gbps
       distkit plan --layout --set parallel.tensor=4 train.py
       distkit plan --layout -c config.yaml --json train.py --size small
     """
@@ -109,8 +120,10 @@ def plan(
             "recompute": recompute,
             "fused_attention": not keeps_scores,
             "framework": framework,
+            "compress": compress,
         }
-        _advise(params, model, task, hardware, intra, inter, calibrate, html, fit, as_json)
+        links = {"intra": intra, "inter": inter, "storage": storage}
+        _advise(params, model, task, hardware, links, calibrate, html, fit, as_json)
         return
     if not layout or script is None:
         raise UsageError(
@@ -131,8 +144,7 @@ def _advise(
     model: str | None,
     task: dict[str, Any],
     hardware: str | None,
-    intra: str | None,
-    inter: str | None,
+    links: dict[str, str | None],
     calibrate: Path | None,
     html: Path | None,
     fit: bool,
@@ -150,8 +162,11 @@ def _advise(
     if hardware is None:
         raise UsageError("where it is to run was not said", hint="--hardware 4x8xA100-80G --inter 200Gbps")
     shape = model_named(model) if model is not None else model_of_size(parse_parameters(str(params)))
+    if shape.convolution is not None and task["sequence"] is not None:
+        raise UsageError(f"--seq was set, but {shape.name} takes images", hint=f"--model {shape.name}   without --seq")
+    task["sequence"] = 2048 if task["sequence"] is None else task["sequence"]
     shares = None if calibrate is None else Calibration.read(calibrate)
-    where = parse_hardware(hardware, intra=intra, inter=inter)
+    where = parse_hardware(hardware, **links)
     if fit:
         _fit(Task(shape, **task), where, as_json)
         return

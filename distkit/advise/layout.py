@@ -40,6 +40,11 @@ class Layout:
         """Who keeps the states."""
         return _ENGINES.get(self.strategy, "torch")
 
+    @property
+    def also(self) -> str | None:
+        """A strategy with the same bytes and collectives: split layers may be computed by megatron-core."""
+        return f"megatron-{self.strategy}" if self.tensor > 1 and self.engine == "deepspeed" else None
+
     def describe(self) -> str:
         """``zero3, tensor 4, offload optimizer, recomputation``."""
         words = [self.strategy, *([f"tensor {self.tensor}"] if self.tensor > 1 else [])]
@@ -48,10 +53,16 @@ class Layout:
         return ", ".join(words)
 
 
-def layouts(model: ModelShape, hardware: Hardware) -> Iterator[Layout]:
+def layouts(model: ModelShape, hardware: Hardware, framework: str = "torch") -> Iterator[Layout]:
     """All that could be tried on this hardware, from the simplest on.
 
-    A tensor group never leaves a node, and its size divides the heads and the devices of a node.
+    A tensor group never leaves a node, and its size divides the heads and the devices of a node. megatron-zero1 to 3 aren't
+    listed: bytes and collectives are those of zero1 to 3 with the same tensor groups (:attr:`Layout.also`).
+
+    Args:
+        model: The model.
+        hardware: Devices and nodes.
+        framework: What the code is written for: ``horovod`` adds that strategy.
     """
     from distkit.strategies.registry import strategy_class
 
@@ -59,12 +70,16 @@ def layouts(model: ModelShape, hardware: Hardware) -> Iterator[Layout]:
         if hardware.each % tensor or model.heads % tensor or model.kv_heads % tensor or model.feed_forward % tensor:
             continue
         data = hardware.devices // tensor
-        for name in ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "zero3"):
+        for name in ("single", "dp", "ddp", "horovod", "zero1", "zero2", "fsdp", "hsdp", "zero3"):
+            if name == "horovod" and framework != "horovod":
+                continue
             capabilities = strategy_class(name).capabilities
             ranks = hardware.each // tensor if name == "hsdp" else data
             if (name == "single") != (hardware.devices == 1) or (tensor > 1 and not capabilities.tensor_parallel):
                 continue
             if name == "hsdp" and (hardware.nodes == 1 or ranks == 1):
+                continue
+            if name == "dp" and (hardware.nodes > 1 or hardware.devices == 1):
                 continue
             plain = Layout(name, tensor, data, ranks, capabilities.shards)
             for offload in ("none", "optimizer", "params"):

@@ -196,6 +196,9 @@ def _activations(
     model: ModelShape, layout: Layout, micro: float, sequence: int, precision: str, fused_attention: bool
 ) -> float:
     width = 2.0 if precision == "fp32" else 1.0  # the formulas count 16-bit values
+    if model.convolution is not None:
+        kept = micro * model.convolution.kept(round(2 * width))
+        return kept if layout.recompute == "none" else kept / 3  # of a bottleneck block its input: 4 of 12 parts
     one = width * layer_activations(
         sequence, micro, model.hidden, model.heads, tensor=layout.tensor, scores=not fused_attention
     )
@@ -205,6 +208,8 @@ def _activations(
     else:
         layers = model.layers * one
     logits = 10.0 * width * sequence * micro * model.vocabulary / layout.tensor  # 16 bits, fp32 softmax, its gradient
+    if layout.strategy == "dp":
+        logits *= layout.data  # the first device gathers the outputs of all
     return layers + logits
 
 

@@ -32,6 +32,8 @@ def settings_of(advice: Advice, candidate: Candidate) -> dict[str, object]:
         found["memory.offload"] = layout.offload
     if layout.recompute != "none":
         found["memory.activation_checkpointing"] = layout.recompute
+    if candidate.compress != "none":
+        found["compress.method"] = candidate.compress
     return found
 
 
@@ -39,7 +41,8 @@ def launch_line(advice: Advice, candidate: Candidate) -> str:
     """The `distkit-run` line for it."""
     settings = settings_of(advice, candidate)
     hardware = advice.hardware
-    words = ["distkit-run", "-s", str(settings.pop("strategy")), "--nproc", str(hardware.each)]
+    processes = 1 if candidate.layout.strategy == "dp" else hardware.each
+    words = ["distkit-run", "-s", str(settings.pop("strategy")), "--nproc", str(processes)]
     if hardware.nodes > 1:
         words += ["--hostfile", "hosts"]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -53,9 +56,14 @@ def show_advice(advice: Advice, console: Console) -> None:
 
     model, task = advice.task.model, advice.task
     typical = " (a typical shape is assumed)" if model.assumed else ""
+    shape = f"{model.layers} layers of {model.hidden}{typical}"
+    batch = f"{task.batch} x {task.sequence} tokens"
+    if model.convolution is not None:
+        shape = f"{model.layers} layers, images of {model.convolution.pixels} x {model.convolution.pixels}"
+        batch = f"{task.batch} samples"
     console.print(
-        f"{model.name}: {model.parameters / 1e9:.3g}B parameters, {model.layers} layers of {model.hidden}{typical}; "
-        f"{task.optimizer}, {task.precision}; batch {task.batch} x {task.sequence} tokens"
+        f"{model.name}: {model.parameters / 1e9:.3g}B parameters, {shape}; "
+        f"{task.optimizer}, {task.precision}; batch {batch}"
     )
     console.print(advice.hardware.describe())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -67,7 +75,7 @@ def show_advice(advice: Advice, console: Console) -> None:
         "activations",
         "traffic GB",
         "step s",
-        "tokens/s",
+        f"{model.unit}/s",
         "",
     ):
         table.add_column(name, justify="left" if name in ("strategy", "") else "right")
@@ -84,7 +92,11 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print(f"take {chosen.layout.describe()}: {advice.reason}")
     if advice.runner_up is not None:
         console.print(f"runner-up: {advice.runner_up.layout.describe()}: {advice.runner_up.reason}")
+    if chosen.layout.also is not None:
+        console.print(f"{chosen.layout.also} costs the same; its split layers are computed by megatron-core")
     console.print(f"step {chosen.step.total:.2f} s, between {chosen.fast:.2f} and {chosen.slow:.2f}")
+    if advice.checkpoint is not None:
+        console.print(advice.checkpoint.describe())
     if len(advice.path) > 1:
         console.print(f"start with {advice.path[0]}, go on to {', then '.join(advice.path[1:])}")
     for rule in advice.rules:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from distkit.advise.compression import wire_bytes
 from distkit.advise.hardware import Hardware
 from distkit.advise.layout import Layout
 from distkit.advise.memory import split_parameters, state_sizes
@@ -22,7 +23,7 @@ class Collective:
     """One kind of them in a step.
 
     Args:
-        what: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        what: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast`` or ``reduce``.
         purpose: For people.
         message: Bytes of the whole tensor.
         ranks: Size of the group.
@@ -31,6 +32,8 @@ class Collective:
         count: How often in a step.
         hides: Whether it can overlap with computing.
         parts: Single calls that it stands for (layers, buckets), each with a latency.
+        forward: Share of it that belongs to the forward; the rest belongs to the backward.
+        window: Share of the micro batches under which it can hide.
     """
 
     what: str
@@ -42,6 +45,8 @@ class Collective:
     count: float
     hides: bool
     parts: int = 1
+    forward: float = 0.0
+    window: float = 1.0
 
     @property
     def sent(self) -> float:
@@ -84,6 +89,7 @@ def collectives_of(
     sequence: int,
     optimizer: str,
     precision: str,
+    compress: str = "none",
 ) -> list[Collective]:
     """What a rank takes part in during one optimizer step.
 
@@ -96,13 +102,16 @@ def collectives_of(
         sequence: Tokens in a sequence.
         optimizer: Name of the optimizer.
         precision: As in the settings.
+        compress: As ``compress.method`` in the settings.
     """
     sizes = state_sizes(precision, optimizer, layout.engine)
     mine = split_parameters(model, layout.tensor)
     group = _DataGroup(layout, hardware)
     found: list[Collective] = []
     if layout.data > 1:
-        found += _data_parallel(layout, group, mine * sizes.compute, mine * sizes.gradient, accumulate, model.layers)
+        gradients = mine * wire_bytes(sizes.gradient, compress)
+        weights = mine * (sizes.parameter if layout.strategy == "dp" else sizes.compute)
+        found += _data_parallel(layout, group, weights, gradients, accumulate, model.layers)
     if layout.tensor > 1:
         value = 4.0 if precision == "fp32" else 2.0
         passes = 4 + (2 if layout.recompute == "full" else 0)
@@ -131,7 +140,17 @@ class _DataGroup:
         return min(self.layout.data, self.hardware.each // self.layout.tensor)
 
     def collective(
-        self, what: str, purpose: str, message: float, count: float, parts: int, *, over: str = "all"
+        self,
+        what: str,
+        purpose: str,
+        message: float,
+        count: float,
+        parts: int,
+        *,
+        over: str = "all",
+        hides: bool = True,
+        forward: float = 0.0,
+        window: float = 1.0,
     ) -> Collective:
         """Over all of them, those of a node, or those at the same place of all nodes."""
         layout, hardware = self.layout, self.hardware
@@ -140,7 +159,7 @@ class _DataGroup:
             ranks = in_node
         elif over == "nodes":
             ranks, in_node, groups = hardware.nodes, 1, hardware.each
-        return Collective(what, purpose, message, ranks, in_node, groups, count, hides=True, parts=parts)
+        return Collective(what, purpose, message, ranks, in_node, groups, count, hides, parts, forward, window)
 
 
 def _data_parallel(
@@ -148,30 +167,41 @@ def _data_parallel(
 ) -> list[Collective]:
     """By what is split: the sum of gradients, and the weights that have to be gathered."""
     reduce, gather = "reduce_scatter", "all_gather"
+    last = 1 / accumulate  # what is exchanged once a step goes with the last micro batch's backward
     if layout.strategy == "hsdp":
         shard = gradients / layout.shard_ranks
         return [
             group.collective(
-                gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers, over="node"
+                *(gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers * accumulate),
+                over="node",
+                forward=0.5,
             ),
-            group.collective(reduce, "gradients in a node", gradients, 1.0, layers, over="node"),
-            group.collective("all_reduce", "gradients across nodes", shard, 1.0, layers, over="nodes"),
+            group.collective(reduce, "gradients in a node", gradients, 1.0, layers, over="node", window=last),
+            group.collective("all_reduce", "gradients across nodes", shard, 1.0, layers, over="nodes", window=last),
         ]
     if "parameters" in layout.shards:
         windows = 1 if layout.strategy == "fsdp" else accumulate  # DeepSpeed reduces after each micro batch
         return [
             group.collective(
-                gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers * accumulate
+                *(gather, "weights, forward and backward", weights, 2.0 * accumulate, 2 * layers * accumulate),
+                forward=0.5,
             ),
-            group.collective(reduce, "gradients", gradients, float(windows), layers * windows),
+            group.collective(reduce, "gradients", gradients, float(windows), layers * windows, window=windows * last),
         ]
     if "optimizer" in layout.shards:
         windows = accumulate if "gradients" in layout.shards else 1
         return [
-            group.collective(reduce, "gradients", gradients, float(windows), 10 * windows),
-            group.collective(gather, "updated weights", weights, 1.0, 10),
+            group.collective(reduce, "gradients", gradients, float(windows), 10 * windows, window=windows * last),
+            group.collective(gather, "updated weights", weights, 1.0, 10, hides=False),  # after the optimizer
         ]
-    return [group.collective("all_reduce", "gradients", gradients, 1.0, 10)]
+    if layout.strategy == "dp":  # one thread a device, nothing beside it
+        return [
+            group.collective(
+                "broadcast", "weights to all devices", weights, float(accumulate), accumulate, hides=False
+            ),
+            group.collective("reduce", "gradients to the first", gradients, float(accumulate), accumulate, hides=False),
+        ]
+    return [group.collective("all_reduce", "gradients", gradients, 1.0, 10, window=last)]
 
 
 def link_bytes(collectives: Iterable[Collective], host: float) -> LinkBytes:
