@@ -363,8 +363,12 @@ def _other_kind(one: Candidate, other: Candidate) -> bool:
 
 
 def _facts(task: Task, hardware: Hardware, found: Sequence[Candidate]) -> dict[str, Any]:
-    fit = frozenset(c.layout.strategy for c in found if c.fits and c.layout.offload == "none")
+    able = [c for c in found if c.fits and c.layout.offload == "none"]
+    fit = frozenset(c.layout.strategy for c in able)
+    waits = min((c.step.communication / c.step.total for c in able), default=0.0)
     return {
+        "waits": waits,
+        "compress": task.compress,
         "framework": task.framework,
         "nodes": hardware.nodes,
         "devices": hardware.devices,

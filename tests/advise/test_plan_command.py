@@ -285,3 +285,12 @@ def test_compression_and_checkpoints() -> None:
     by_method = {row["method"]: row for row in found["compression"]["exchange_of_fp32_gradients"]}
     assert set(by_method) == {"none", "fp16", "bf16", "topk", "powersgd"}
     assert "ddp" in by_method["fp16"]["strategies"]
+
+
+def test_a_slow_network_is_said() -> None:
+    def held(inter: str, compress: str) -> set[str]:
+        task = Task(FAMILIES["gpt2-large"], batch=64, sequence=1024, precision="fp16", compress=compress)
+        return {rule.id for rule in advise(task, parse_hardware("2x8xV100-32G", inter=inter)).rules}
+
+    assert "network-bound" in held("10Gbps", "none")
+    assert "network-bound" not in held("10Gbps", "fp16") | held("400Gbps", "none")

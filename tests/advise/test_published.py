@@ -101,6 +101,18 @@ def test_a_ring(ranks: int) -> None:
     assert sent["all_gather"] == sent["reduce_scatter"] == pytest.approx(sent["all_reduce"] / 2)
 
 
+def test_what_hides_under_what() -> None:
+    """The exchange of a step goes with the last micro batch and hides under that one's backward; its last bucket never."""
+    hardware, cost = parse_hardware("2x8xV100-32G", inter="25Gbps"), Calibration(0.5, 0.8, 1.0, measured=True)
+    for accumulate in (1, 4):
+        task = Task(FAMILIES["gpt2-large"], 64, accumulate, sequence=1024, precision="fp16", recompute="none")
+        step = find(advise(task, hardware, cost), "ddp").step
+        assert step.hidden == pytest.approx(step.compute * 2 / 3 / accumulate)
+    quick = parse_hardware("2x8xV100-32G", inter="400Gbps")
+    ddp = find(advise(Task(FAMILIES["gpt2-large"], 512, 1, sequence=1024, recompute="none"), quick, cost), "ddp")
+    assert ddp.step.communication == pytest.approx(0.1 * (ddp.step.hidden + ddp.step.communication))
+
+
 def images_per_s(name: str, nodes: int, each: int) -> float:
     """Of a device, with 64 images on it, in fp32."""
     task = Task(FAMILIES[name], 64 * nodes * each, 1, optimizer="momentum", precision="fp32", framework="horovod")
