@@ -58,6 +58,11 @@ class Task:
         if self.model.convolution is not None:
             object.__setattr__(self, "sequence", 1)
 
+    @property
+    def batch_words(self) -> str:
+        """The batch, for people."""
+        return f"{self.batch} samples" if self.model.convolution else f"{self.batch} x {self.sequence} tokens"
+
     def check(self) -> None:
         """Refuse what can't be.
 

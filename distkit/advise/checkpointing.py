@@ -44,10 +44,14 @@ class CheckpointCost:
     def describe(self) -> str:
         """One line."""
         return (
-            f"a checkpoint of {self.bytes / 1e9:.3g} GB holds training up for {self.background_s:.2g} s "
-            f"({self.first_s:.2g} s the first time) and is written {self.written_s:.3g} s later; "
-            f"with checkpoint.background=false it holds it up for {self.blocking_s:.3g} s"
+            f"a checkpoint of {self.bytes / 1e9:.3g} GB holds training up for {_seconds(self.background_s)} "
+            f"({_seconds(self.first_s)} the first time) and is written {_seconds(self.written_s)} later; "
+            f"with checkpoint.background=false it holds it up for {_seconds(self.blocking_s)}"
         )
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s" if number >= 0.01 else "less than 0.01 s"
 
 
 def checkpoint_cost(
