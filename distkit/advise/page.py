@@ -29,11 +29,10 @@ def page_of(advice: Advice) -> str:
     text = files("distkit.advise").joinpath("page.html.jinja").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text)
     model = advice.task.model
-    batch = f"{advice.task.batch} " + (f"x {advice.task.sequence} tokens" if model.convolution is None else "samples")
     verdict = advice.reason if chosen is None else f"Take {chosen.layout.describe()}: {advice.reason}."
     return template.render(
         title=f"{model.name} on {advice.hardware.devices} x {advice.hardware.device.name}",
-        hardware=f"{advice.hardware.describe()}; batch {batch}, {advice.task.optimizer}, {advice.task.precision}",
+        hardware=f"{advice.hardware.describe()}; batch {advice.task.batch_words}, {advice.task.optimizer}, {advice.task.precision}",
         verdict=verdict,
         path=advice.path,
         charts=[_memory(advice), _traffic(advice), _time(advice), *_scaling(advice)],

@@ -54,17 +54,7 @@ def show_advice(advice: Advice, console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    model, task = advice.task.model, advice.task
-    typical = " (a typical shape is assumed)" if model.assumed else ""
-    shape = f"{model.layers} layers of {model.hidden}{typical}"
-    batch = f"{task.batch} x {task.sequence} tokens"
-    if model.convolution is not None:
-        shape = f"{model.layers} layers, images of {model.convolution.pixels} x {model.convolution.pixels}"
-        batch = f"{task.batch} samples"
-    console.print(
-        f"{model.name}: {model.parameters / 1e9:.3g}B parameters, {shape}; "
-        f"{task.optimizer}, {task.precision}; batch {batch}"
-    )
+    console.print(_headline(advice.task))
     console.print(advice.hardware.describe())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in (
@@ -75,7 +65,7 @@ def show_advice(advice: Advice, console: Console) -> None:
         "activations",
         "traffic GB",
         "step s",
-        f"{model.unit}/s",
+        f"{advice.task.model.unit}/s",
         "",
     ):
         table.add_column(name, justify="left" if name in ("strategy", "") else "right")
@@ -104,14 +94,23 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print(launch_line(advice, chosen), soft_wrap=True)
 
 
+def _headline(task: Task) -> str:
+    model = task.model
+    typical = " (a typical shape is assumed)" if model.assumed else ""
+    shape = f"{model.layers} layers of {model.hidden}{typical}"
+    if model.convolution is not None:
+        shape = f"{model.layers} layers, images of {model.convolution.pixels} x {model.convolution.pixels}"
+    size = f"{model.parameters / 1e9:.3g}B" if model.parameters >= 1e8 else f"{model.parameters / 1e6:.3g}M"
+    return f"{model.name}: {size} parameters, {shape}; {task.optimizer}, {task.precision}; batch {task.batch_words}"
+
+
 def show_fits(task: Task, hardware: Hardware, found: Sequence[Fit], console: Console) -> None:
     """Print how far the memory reaches; of each strategy and tensor size the ways that need least are at the end."""
     from rich import box
     from rich.table import Table
 
-    console.print(
-        f"{task.model.name}, {task.sequence} tokens, {task.optimizer}, {task.precision} on {hardware.describe()}"
-    )
+    length = "" if task.model.convolution else f" {task.sequence} tokens,"
+    console.print(f"{task.model.name},{length} {task.optimizer}, {task.precision} on {hardware.describe()}")
     table = Table("strategy", "largest micro batch", "fewest nodes", box=box.SIMPLE_HEAD, pad_edge=False)
     for fit in sorted(found, key=lambda one: (one.nodes is None, one.nodes or 0, -one.micro)):
         nodes = "never" if fit.nodes is None else str(fit.nodes)
