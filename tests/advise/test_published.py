@@ -196,16 +196,21 @@ def test_tensor_groups_at_a_fixed_batch(name: str, devices: int, batch: int, pub
     assert grouped(name, devices, batch) == pytest.approx(published, rel=0.25)
 
 
-@pytest.mark.parametrize(("name", "batch", "few"), [("gpt3-175b", 1536, (384, 384)), ("mt-nlg-530b", 2240, (640, 560))])
-def test_tensor_groups_against_zero3(name: str, batch: int, few: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "batch", "few", "published", "band"),
+    [("gpt3-175b", 1536, (384, 384), 1.06, 0.1), ("mt-nlg-530b", 2240, (640, 560), 1.24, 0.3)],
+)
+def test_tensor_groups_against_zero3(
+    name: str, batch: int, few: tuple[int, int], published: float, band: float
+) -> None:
     """arXiv 2104.04473, section 5.2: 6 % (175B) and 24 % (530B) faster on few devices, 70 % on about twice as many.
 
-    The 70 % come out within 15 points. Of the 6 % and 24 % nothing does: both ways compute at half of the devices' speed
-    here, where PTD-P's own kernels reach 49 and 55 %; so that it isn't more than 10 % slower is all that is asserted.
+    The 70 % come out within 15 points. The 6 % and 24 % don't: where the network hides, both ways compute at half of the
+    devices' speed here, while PTD-P's kernels reached 49 and 55 %, ZeRO-3's 46 and 44. So the bands are 10 and 30 points.
     """
     twice = {"gpt3-175b": 768, "mt-nlg-530b": 1120}[name]
     assert grouped(name, twice, batch) / sharded(name, twice, 2) == pytest.approx(1.7, abs=0.15)
-    assert grouped(name, few[1], batch) / sharded(name, few[0], 4) > 0.9
+    assert grouped(name, few[1], batch) / sharded(name, few[0], 4) == pytest.approx(published, abs=band)
 
 
 # -- offload ------------------------------------------------------------------------------------------------------------
