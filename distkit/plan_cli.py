@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,7 +59,7 @@ def plan(
         str | None, typer.Option("--precision", metavar="NAME", help="As the setting; else bf16.")
     ] = None,
     recompute: Annotated[
-        str, typer.Option("--recompute", metavar="auto|none|full", help="Activation checkpointing.")
+        str, typer.Option("--recompute", metavar="auto|none|selective|full", help="Activation checkpointing.")
     ] = "auto",
     keeps_scores: Annotated[
         bool, typer.Option("--eager-attention", help="Attention keeps its scores: no fused kernel is used.")
@@ -78,6 +79,13 @@ def plan(
     inter: Annotated[
         str | None, typer.Option("--inter", metavar="SPEED", help="Of a node, to others: 200Gbps, 25GB/s.")
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option("--storage", metavar="SPEED", help="Of all ranks to where checkpoints go: 2GB/s."),
+    ] = None,
+    compress: Annotated[
+        str, typer.Option("--compress", metavar="NAME", help="compress.method of strategies that have it: fp16, bf16.")
+    ] = "none",
     calibrate: Annotated[
         Path | None, typer.Option("--calibrate", metavar="FILE", help="JSON with what was measured there.")
     ] = None,
@@ -116,6 +124,7 @@ def plan(
       distkit plan --params 13B --batch 256 --accumulate 4 --hardware 4x8xA100-80G --intra nvlink --inter 200Gbps
       distkit plan --model llama3-8b --hardware 8xH100-80G --json
       distkit plan --model llama3-70b --hardware 1x8xH100-80G --seq 8192 --fit
+      distkit plan --model resnet101 --batch 2048 --precision fp16 --hardware 4x8xV100-32G --inter 25Gbps
       distkit plan --hardware 2x8xA100-80G train.py --size large
       distkit plan --here train.py
       distkit plan --check -s zero3 --nproc 2 train.py
@@ -139,10 +148,10 @@ def plan(
     code = None if script is None else _script(script, arguments or [], file, chosen)
     if code is not None and (check or layout):
         raise typer.Exit(_check(code, nproc, as_json) if check else _layout(code, as_json))
-    where = _Where(hardware, here, nproc, intra, inter)
+    where = _Where(hardware, here, nproc, {"intra": intra, "inter": inter, "storage": storage})
     wishes = {
         "batch": batch, "accumulate": accumulate, "sequence": sequence, "optimizer": optimizer, "precision": precision,
-        "recompute": recompute, "fused_attention": not keeps_scores, "framework": framework,
+        "recompute": recompute, "fused_attention": not keeps_scores, "framework": framework, "compress": compress,
     }  # fmt: skip
     task, hard = _task(code, params, model, wishes, where)
     _advise(task, hard, calibrate, html, fit, as_json)
@@ -155,8 +164,7 @@ class _Where:
     hardware: str | None
     here: bool
     nproc: str
-    intra: str | None
-    inter: str | None
+    links: Mapping[str, str | None]
 
     def found(self) -> Hardware:
         from distkit.advise.hardware import parse_hardware
@@ -170,7 +178,7 @@ class _Where:
             raise UsageError(
                 "where it is to run was not said", hint="--hardware 4x8xA100-80G --inter 200Gbps, or --here"
             )
-        return parse_hardware(self.hardware, intra=self.intra, inter=self.inter)
+        return parse_hardware(self.hardware, **self.links)
 
 
 def _number(flag: str, text: str) -> int:
@@ -205,6 +213,7 @@ def _task(
             sys.stderr.write(f"distkit: {note}\n")
         return task, hardware
     defaults = {"batch": 256, "sequence": 2048, "optimizer": "adamw", "precision": "bf16"}
+    asked = wishes["sequence"]
     wishes = {name: defaults.get(name) if value is None else value for name, value in wishes.items()}
     if params is not None:
         shape = model_of_size(parse_parameters(params))
@@ -214,6 +223,8 @@ def _task(
         shape = model_built_by(model, sequence=wishes["sequence"], precision=wishes["precision"])
     else:
         shape = model_named(str(model))
+    if shape.convolution is not None and asked is not None:
+        raise UsageError(f"--seq was set, but {shape.name} takes images", hint=f"--model {shape.name}   without --seq")
     return Task(shape, **wishes), where.found()
 
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distkit.advise.checkpointing import CheckpointCost, checkpoint_cost
+from distkit.advise.compression import check_method, compression_of, takes
 from distkit.advise.hardware import Hardware, catalogue
-from distkit.advise.layout import Layout, layouts
-from distkit.advise.memory import OPTIMIZERS, MemoryBytes, memory_of
+from distkit.advise.layout import RECOMPUTE, Layout, layouts
+from distkit.advise.memory import OPTIMIZERS, MemoryBytes, memory_of, split_parameters, state_sizes
 from distkit.advise.models import ModelShape
 from distkit.advise.rules import Rule, matching
-from distkit.advise.timing import Calibration, StepSeconds, step_seconds
+from distkit.advise.timing import Calibration, StepSeconds, compute_share_of, step_seconds
 from distkit.advise.traffic import Collective, LinkBytes, collectives_of, link_bytes
 from distkit.config.nearest import nearest
 from distkit.errors import PlanError
@@ -32,12 +34,14 @@ class Task:
         model: The model.
         batch: Sequences in an optimizer step, over all devices.
         accumulate: Micro batches in it; None takes the fewest that fit.
-        sequence: Tokens in a sequence.
+        sequence: Tokens in a sequence; 1 where samples aren't sequences, whatever is given.
         optimizer: Name of the optimizer.
         precision: As in the settings.
-        recompute: ``none``, ``full``, or ``auto``: where nothing fits without it.
+        recompute: ``none``, ``selective``, ``full``, or ``auto``: as little as it takes to fit.
         fused_attention: Whether attention keeps no scores.
         framework: ``torch``, ``horovod`` or ``tensorflow``: what the code is written for now.
+        compress: ``compress.method`` of the strategies that have it.
+        published: Whether ZeRO is counted as in the papers, and not as DeepSpeed does it here.
     """
 
     model: ModelShape
@@ -49,6 +53,18 @@ class Task:
     recompute: str = "auto"
     fused_attention: bool = True
     framework: str = "torch"
+    compress: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.model.convolution is not None:
+            object.__setattr__(self, "sequence", 1)
+
+    @property
+    def batch_words(self) -> str:
+        """The batch, for people."""
+        return f"{self.batch} samples" if self.model.convolution else f"{self.batch} x {self.sequence} tokens"
+
+    published: bool = False
 
     def check(self) -> None:
         """Refuse what can't be.
@@ -62,10 +78,12 @@ class Task:
         for flag, text, known in (
             ("--optimizer", self.optimizer, tuple(OPTIMIZERS)),
             ("--precision", self.precision, _PRECISIONS),
+            ("--recompute", self.recompute, ("auto", *RECOMPUTE)),
         ):
             if text not in known:
                 near = nearest(text, list(known)) or known[0]
                 raise PlanError(f"{flag} was set to {text!r}; valid: {', '.join(known)}", hint=f"{flag} {near}")
+        check_method(self.compress)
 
 
 @dataclass(frozen=True)
@@ -78,10 +96,11 @@ class Candidate:
         accumulate: Micro batches in a step.
         memory: Of a rank.
         limit: Bytes that a plan may fill.
+        compress: Its ``compress.method``.
         traffic: Of a rank in a step.
         collectives: Of a step.
         step: Seconds of a step; ``fast`` and ``slow`` are the ends of the range.
-        tokens: In a step.
+        tokens: In a step; samples where they aren't sequences.
         reason: Why it is out, or what decides its speed.
     """
 
@@ -90,6 +109,7 @@ class Candidate:
     accumulate: int
     memory: MemoryBytes
     limit: float
+    compress: str
     traffic: LinkBytes
     collectives: tuple[Collective, ...]
     step: StepSeconds
@@ -115,6 +135,8 @@ class Candidate:
             "tensor": self.layout.tensor,
             "offload": self.layout.offload,
             "activation_checkpointing": self.layout.recompute,
+            "also": self.layout.also,
+            "compress": self.compress,
             "micro_batch": self.micro,
             "accumulate": self.accumulate,
             "fits": self.fits,
@@ -124,6 +146,7 @@ class Candidate:
             "step_s": self.step.as_dict(),
             "step_s_range": [round(self.fast, 6), round(self.slow, 6)],
             "tokens_per_s": round(self.tokens_per_s, 3),
+            "samples_per_s": round(self.micro * self.accumulate * self.layout.data / self.step.total, 3),
             "reason": self.reason,
         }
 
@@ -142,6 +165,8 @@ class Advice:
         path: Strategies to start with and to go to, in order.
         rules: Selection rules that hold here.
         assumptions: What was taken for granted.
+        compression: Gradients on the wire, by method.
+        checkpoint: What a checkpoint of the recommended costs; None where nothing fits.
     """
 
     task: Task
@@ -153,6 +178,8 @@ class Advice:
     path: tuple[str, ...]
     rules: tuple[Rule, ...]
     assumptions: Mapping[str, Any]
+    compression: Mapping[str, Any]
+    checkpoint: CheckpointCost | None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -172,6 +199,8 @@ class Advice:
             "path": list(self.path),
             "candidates": [candidate.as_dict() for candidate in self.candidates],
             "assumptions": dict(self.assumptions),
+            "compression": dict(self.compression),
+            "checkpoint": None if self.checkpoint is None else self.checkpoint.as_dict(),
             "rules": [{"id": rule.id, "says": rule.says, "source": rule.source} for rule in self.rules],
         }
 
@@ -190,7 +219,7 @@ def advise(task: Task, hardware: Hardware, calibration: Calibration | None = Non
     task.check()
     shares = calibration or Calibration.assumed()
     found = []
-    for layout in layouts(task.model, hardware):
+    for layout in layouts(task.model, hardware, task.framework, published=task.published):
         if task.recompute in ("auto", layout.recompute):
             candidate = _candidate(task, hardware, layout, shares)
             if candidate is not None:
@@ -217,6 +246,14 @@ def advise(task: Task, hardware: Hardware, calibration: Calibration | None = Non
         _path(found, chosen),
         tuple(held),
         _assumptions(task, hardware, shares),
+        compression_of(task.model, hardware.devices, task.compress, (c.layout.strategy for c in found)),
+        None if chosen is None else _checkpoint(task, hardware, chosen.layout, shares),
+    )
+
+
+def _checkpoint(task: Task, hardware: Hardware, layout: Layout, shares: Calibration) -> CheckpointCost:
+    return checkpoint_cost(
+        task.model, layout, hardware, optimizer=task.optimizer, precision=task.precision, link_share=shares.link_share
     )
 
 
@@ -240,17 +277,11 @@ def _with(
 ) -> Candidate:
     model, usable = task.model, float(catalogue()["assumed"]["usable"]["value"])
     same: dict[str, Any] = {"optimizer": task.optimizer, "precision": task.precision, "sequence": task.sequence}
-    memory = memory_of(
-        model,
-        layout,
-        micro=micro,
-        accumulate=accumulate,
-        fused_attention=task.fused_attention,
-        cpu=hardware.cpu,
-        **same,
-    )
-    collectives = tuple(collectives_of(model, layout, hardware, micro=micro, accumulate=accumulate, **same))
-    host = _host_bytes(memory, layout, accumulate, task)
+    compress = task.compress if takes(layout.strategy, task.compress) else "none"
+    parts: dict[str, Any] = {"micro": micro, "accumulate": accumulate}
+    memory = memory_of(model, layout, fused_attention=task.fused_attention, cpu=hardware.cpu, **parts, **same)
+    collectives = tuple(collectives_of(model, layout, hardware, compress=compress, **parts, **same))
+    host = _host_bytes(task, layout, accumulate)
     tokens = task.batch * task.sequence
 
     def seconds(calibration: Calibration) -> StepSeconds:
@@ -264,18 +295,29 @@ def _with(
     slow = step.total if shares.measured else seconds(low).total
     limit = hardware.device.memory * usable
     return Candidate(
-        layout, micro, accumulate, memory, limit, link_bytes(collectives, host), collectives, step, fast, slow, tokens,
-        _remark(memory, limit, step),
+        layout, micro, accumulate, memory, limit, compress, link_bytes(collectives, host), collectives, step, fast, slow,
+        tokens, _remark(memory, limit, step),
     )  # fmt: skip
 
 
-def _host_bytes(memory: MemoryBytes, layout: Layout, accumulate: int, task: Task) -> float:
-    """Gradients go down and updated weights come up once a step; offloaded weights come for every pass."""
+def _host_bytes(task: Task, layout: Layout, accumulate: int) -> float:
+    """To and from host memory in a step, of a rank.
+
+    DeepSpeed adds gradients up on the device in fp32 and keeps them on the host: they go down and come back with each
+    micro batch, and go down once more for the optimizer (0.19.8, zero/stage3.py, partition_grads); updated weights
+    come up in fp32 and are rounded there. torch sends gradients down once. Offloaded weights come for every pass.
+    """
     if layout.offload == "none":
         return 0.0
-    weights = memory.parameters or memory.gradients
-    passes = 2 * accumulate if layout.offload == "params" else 1
-    return memory.gradients + weights * passes
+    sizes = state_sizes(task.precision, task.optimizer, layout.engine)
+    each = split_parameters(task.model, layout.tensor) / layout.shard_ranks
+    found = each * sizes.gradient
+    if layout.engine.master:
+        width = 2 if task.precision == "bf16-pure" else 4
+        found = each * width * (2 * accumulate + 1) + each * width
+    if layout.offload == "params":
+        found += each * sizes.parameter * 2 * accumulate
+    return found
 
 
 def _remark(memory: MemoryBytes, limit: float, step: StepSeconds) -> str:
@@ -292,10 +334,14 @@ def _leave_out(found: Sequence[Candidate], task: Task) -> list[Candidate]:
     """Recomputation is offered only where the same way doesn't fit without it."""
     if task.recompute != "auto":
         return list(found)
-    fit = {replace(c.layout, recompute="none") for c in found if c.fits and c.layout.recompute == "none"}
-    kept = [c for c in found if c.layout.recompute == "none" or replace(c.layout, recompute="none") not in fit]
-    with_it = {replace(c.layout, recompute="none") for c in kept if c.layout.recompute != "none" and c.fits}
-    return [c for c in kept if c.layout.recompute != "none" or c.fits or c.layout not in with_it]
+    of_one: dict[Layout, list[Candidate]] = {}
+    for candidate in found:
+        of_one.setdefault(replace(candidate.layout, recompute="none"), []).append(candidate)
+    kept = []
+    for same in of_one.values():  # in the order of RECOMPUTE
+        kept.append(next((candidate for candidate in same if candidate.fits), same[-1]))
+        kept += [same[0]] if not kept[-1].fits and len(same) > 1 else []
+    return kept
 
 
 def _last_resort(candidate: Candidate) -> int:
@@ -311,14 +357,15 @@ def _choose(found: Sequence[Candidate], held: Sequence[Rule]) -> Candidate | Non
     fit = [c for c in fit if _last_resort(c) == least]
     fastest = min(c.step.total for c in fit)
     near = [c for c in fit if c.step.total <= fastest * _AS_FAST]
+    grouped = any(rule.when.get("tensor") for rule in held)  # a rule that calls for tensor groups
     preferred = [name for rule in held for name in rule.prefer]
     order = {name: place for place, name in reversed(list(enumerate(preferred)))}
     return min(
         near,
         key=lambda c: (
-            c.layout.tensor > 1,
+            c.layout.tensor > 1 and not grouped,
             order.get(c.layout.strategy, len(order)),
-            c.layout.recompute != "none",
+            RECOMPUTE.index(c.layout.recompute),
             c.step.total,
         ),
     )
@@ -329,8 +376,12 @@ def _other_kind(one: Candidate, other: Candidate) -> bool:
 
 
 def _facts(task: Task, hardware: Hardware, found: Sequence[Candidate]) -> dict[str, Any]:
-    fit = frozenset(c.layout.strategy for c in found if c.fits and c.layout.offload == "none")
+    able = [c for c in found if c.fits and c.layout.offload == "none"]
+    fit = frozenset(c.layout.strategy for c in able)
+    waits = min((c.step.communication / c.step.total for c in able), default=0.0)
     return {
+        "waits": waits,
+        "compress": task.compress,
         "framework": task.framework,
         "nodes": hardware.nodes,
         "devices": hardware.devices,
@@ -380,7 +431,8 @@ def _assumptions(task: Task, hardware: Hardware, shares: Calibration) -> dict[st
         "hardware": hardware.describe(),
         "sequence": task.sequence, "batch": task.batch, "optimizer": task.optimizer, "precision": task.precision,
         "fused_attention": task.fused_attention,
-        "compute_share": shares.compute_share, "link_share": shares.link_share, "overlap": shares.overlap,
+        "compute_share": round(compute_share_of(model, hardware, task.precision, shares), 4),
+        "link_share": shares.link_share, "overlap": shares.overlap,
         "measured": shares.measured,
     }  # fmt: skip
 

@@ -22,6 +22,7 @@ class Engine:
         small_stay: Whether small tensors stay whole on every rank, where parameters are split.
         whole_in_windows: Whether gradients are whole on every rank while micro batches are accumulated.
         copies_gradients: Whether gradients travel in buffers beside the gradients themselves.
+        cuts_flat: Whether what is split is cut out of all parameters in a row; a gradient that is cut is kept whole by both.
     """
 
     master: bool = False
@@ -33,6 +34,7 @@ class Engine:
     small_stay: bool = False
     whole_in_windows: bool = False
     copies_gradients: bool = False
+    cuts_flat: bool = False
 
 
 ENGINES = {
@@ -45,7 +47,7 @@ ENGINES = {
     # Stage 3 frees a parameter only if it isn't used again within stage3_max_reuse_distance (1e9) elements, and after
     # forward that counts the way to the model's end and back; it gathers stage3_prefetch_bucket_size (5e7) ahead.
     # Gradients are accumulated in fp32: data_types.grad_accum_dtype, which distkit sets.
-    "deepspeed": Engine(master=True, scatters=False, kept=5e8, prefetched=5e7, small_stay=True),
+    "deepspeed": Engine(master=True, scatters=False, kept=5e8, prefetched=5e7, small_stay=True, cuts_flat=True),
     # As arXiv 1910.02054 counts: gradients in 16 bits, nothing kept, nothing sent in vain.
     "published": Engine(master=True, gradient=2),
 }

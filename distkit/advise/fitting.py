@@ -55,7 +55,7 @@ def fits_of(task: Task, hardware: Hardware) -> list[Fit]:
     """
     task.check()
     found = []
-    for layout in layouts(task.model, hardware):
+    for layout in layouts(task.model, hardware, task.framework, published=task.published):
         if task.recompute in ("auto", layout.recompute):
             found.append(Fit(layout, _largest_micro(task, hardware, layout), _fewest_nodes(task, hardware, layout)))
     return found
@@ -88,6 +88,8 @@ def _fewest_nodes(task: Task, hardware: Hardware, layout: Layout) -> int | None:
         other = next(_same_on(task, replace(hardware, nodes=nodes), layout), None)
         return other is not None and _fits(task, hardware, other, 1)
 
+    if enough(1):
+        return 1
     if not enough(_MOST_NODES):
         return None
     return 1 + _last(lambda nodes: not enough(nodes), _MOST_NODES)
@@ -95,7 +97,7 @@ def _fewest_nodes(task: Task, hardware: Hardware, layout: Layout) -> int | None:
 
 def _same_on(task: Task, hardware: Hardware, layout: Layout) -> Iterator[Layout]:
     wanted = (layout.strategy, layout.tensor, layout.offload, layout.recompute)
-    for other in layouts(task.model, hardware):
+    for other in layouts(task.model, hardware, task.framework, published=task.published):
         if (other.strategy, other.tensor, other.offload, other.recompute) == wanted:
             yield other
 

@@ -39,10 +39,14 @@ class Accelerator:
     flops: dict[str, float]
     scale_up: float | None
 
+    def format_of(self, precision: str) -> str:
+        """The number format of its matrix products for a ``precision`` of the settings; what it lacks is fp32."""
+        wanted = {"bf16-pure": "bf16"}.get(precision, precision)
+        return wanted if wanted in self.flops else "fp32"
+
     def speed(self, precision: str) -> float:
         """Operations per second for a ``precision`` of the settings."""
-        wanted = {"bf16-pure": "bf16"}.get(precision, precision)
-        return self.flops.get(wanted, self.flops["fp32"])
+        return self.flops[self.format_of(precision)]
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Hardware:
         intra: Between devices of a node.
         inter: Between nodes.
         host: From a device to its host.
+        storage: Bytes per second that all ranks together write to where checkpoints go.
     """
 
     nodes: int
@@ -77,6 +82,7 @@ class Hardware:
     intra: Link
     inter: Link
     host: Link
+    storage: float
 
     @property
     def devices(self) -> int:
@@ -104,32 +110,38 @@ def catalogue() -> dict[str, Any]:
     return found
 
 
-def parse_hardware(text: str, *, intra: str | None = None, inter: str | None = None) -> Hardware:
+def parse_hardware(
+    text: str, *, intra: str | None = None, inter: str | None = None, storage: str | None = None
+) -> Hardware:
     """``4x8xA100-80G`` is 4 nodes of 8 such devices, ``8xA100-80G`` one node.
 
     Args:
         text: Nodes, devices in each, and their name in the catalogue; or a YAML file with ``nodes``, ``devices``, ``device``
             (a name, or ``name``, ``memory``, ``bandwidth``, ``flops`` by format and ``scale_up`` of one that the catalogue
-            doesn't have), ``intra`` and ``inter``.
+            doesn't have), ``intra``, ``inter`` and ``storage``.
         intra: ``nvlink``, ``pcie4`` and so on, or a speed; None is the device's own.
         inter: A speed such as ``200Gbps`` or ``25GB/s``, of a whole node in each direction; None is 100 Gbit/s.
+        storage: A speed, of all ranks together to where checkpoints go; None is the catalogue's assumption.
 
     Raises:
         PlanError: Something in it isn't known, or makes no sense.
     """
     if text.endswith((".yaml", ".yml")):
-        return _of_file(Path(text), intra, inter)
+        return _of_file(Path(text), intra, inter, storage)
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise PlanError(f"--hardware was set to {text!r}, which is no NODESxDEVICESxNAME", hint=_EXAMPLE)
     device = _accelerator(match["device"])
-    return _hardware(text, int(match["nodes"] or 1), int(match["each"]), device, intra, inter)
+    return _hardware(text, int(match["nodes"] or 1), int(match["each"]), device, intra, inter, storage)
 
 
-def _hardware(text: str, nodes: int, each: int, device: Accelerator, intra: str | None, inter: str | None) -> Hardware:
+def _hardware(
+    text: str, nodes: int, each: int, device: Accelerator, intra: str | None, inter: str | None, storage: str | None
+) -> Hardware:
     if nodes < 1 or each < 1:
         raise PlanError(f"--hardware was set to {text!r}: {nodes} nodes of {each} devices are none", hint=_EXAMPLE)
-    latency = catalogue()["assumed"]["latency_s"]
+    assumed = catalogue()["assumed"]
+    latency = assumed["latency_s"]
     return Hardware(
         nodes,
         each,
@@ -137,16 +149,17 @@ def _hardware(text: str, nodes: int, each: int, device: Accelerator, intra: str 
         Link(_inside(device, intra), float(latency["intra"])),
         Link(parse_speed("--inter", inter or "100Gbps"), float(latency["inter"])),
         Link(float(catalogue()["links"]["pcie4"]["each_way"]), float(latency["intra"])),
+        float(assumed["storage"]["bytes_per_s"]) if storage is None else parse_speed("--storage", storage),
     )
 
 
-def _of_file(path: Path, intra: str | None, inter: str | None) -> Hardware:
+def _of_file(path: Path, intra: str | None, inter: str | None, storage: str | None) -> Hardware:
     import yaml
 
     example = "nodes: 4, devices: 8, device: A100-80G, intra: nvlink, inter: 200Gbps   as lines of the file"
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        unknown = set(found) - {"nodes", "devices", "device", "intra", "inter"}
+        unknown = set(found) - {"nodes", "devices", "device", "intra", "inter", "storage"}
         if unknown:
             raise PlanError(f"{path} has {', '.join(sorted(unknown))}, which is no part of hardware", hint=example)
         device = found["device"]
@@ -158,7 +171,8 @@ def _of_file(path: Path, intra: str | None, inter: str | None) -> Hardware:
         raise PlanError(f"--hardware {path} can't be read: {error.strerror}", hint=example) from error
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"--hardware {path} doesn't describe hardware: {error!r}", hint=example) from error
-    return _hardware(str(path), nodes, each, made, intra or found.get("intra"), inter or found.get("inter"))
+    links = (intra or found.get("intra"), inter or found.get("inter"), storage or found.get("storage"))
+    return _hardware(str(path), nodes, each, made, *links)
 
 
 def parse_speed(flag: str, text: str) -> float:

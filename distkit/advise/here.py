@@ -48,7 +48,7 @@ def _of_cpu(nodes: int, each: int) -> Hardware:
     loopback = float(catalogue()["links"]["loopback"]["each_way"])
     base = parse_hardware("1x1xA100-80G", inter=_network())
     link = Link(loopback, base.inter.latency_s)
-    return Hardware(nodes, each, device, link, base.inter, Link(device.bandwidth, 1e-6))
+    return Hardware(nodes, each, device, link, base.inter, Link(device.bandwidth, 1e-6), base.storage)
 
 
 def _gpu() -> tuple[str, float]:

@@ -9,7 +9,12 @@ from distkit.advise.engines import ENGINES, Engine
 from distkit.advise.hardware import Hardware
 from distkit.advise.models import ModelShape
 
-__all__ = ["Layout", "layout_of_run", "layouts"]
+__all__ = ["RECOMPUTE", "Layout", "layout_of_run", "layouts"]
+
+RECOMPUTE = ("none", "selective", "full")
+"""Ways of activation checkpointing, from the one that costs least time to the one that needs least memory."""
+
+_RECOMPUTATION = {"selective": "selective recomputation", "full": "recomputation"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Layout:
         shard_ranks: How many of them split what is split.
         shards: What: parameters, gradients, optimizer.
         offload: ``none``, ``optimizer`` or ``params``.
-        recompute: ``none`` or ``full``: activation checkpointing.
+        recompute: Activation checkpointing: ``none``, ``selective`` or ``full``.
         published: Whether it is counted as in the papers, and not as the engine does it.
     """
 
@@ -39,23 +44,37 @@ class Layout:
     @property
     def engine(self) -> Engine:
         """Who keeps the states, and how."""
-        if self.published:
+        if self.published and "zero" in self.strategy:
             return ENGINES["published"]
         kind = "deepspeed" if "zero" in self.strategy else "horovod" if self.strategy == "horovod" else "torch"
         return ENGINES[kind]
+
+    @property
+    def also(self) -> str | None:
+        """A strategy with the same bytes and collectives: split layers may be computed by megatron-core."""
+        return f"megatron-{self.strategy}" if self.tensor > 1 and self.strategy.startswith("zero") else None
 
     def describe(self) -> str:
         """``zero3, tensor 4, offload optimizer, recomputation``."""
         words = [self.strategy, *([f"tensor {self.tensor}"] if self.tensor > 1 else [])]
         words += [f"offload {self.offload}"] if self.offload != "none" else []
-        words += ["recomputation"] if self.recompute != "none" else []
+        words += [_RECOMPUTATION[self.recompute]] if self.recompute != "none" else []
         return ", ".join(words)
 
 
-def layouts(model: ModelShape, hardware: Hardware) -> Iterator[Layout]:
+def layouts(
+    model: ModelShape, hardware: Hardware, framework: str = "torch", *, published: bool = False
+) -> Iterator[Layout]:
     """All that could be tried on this hardware, from the simplest on.
 
-    A tensor group never leaves a node, and its size divides the heads and the devices of a node.
+    A tensor group never leaves a node, and its size divides the heads and the devices of a node. megatron-zero1 to 3 aren't
+    listed: bytes and collectives are those of zero1 to 3 with the same tensor groups (:attr:`Layout.also`).
+
+    Args:
+        model: The model.
+        hardware: Devices and nodes.
+        framework: What the code is written for: ``horovod`` adds that strategy.
+        published: As in :class:`Layout`.
     """
     from distkit.strategies.registry import strategy_class
 
@@ -63,17 +82,21 @@ def layouts(model: ModelShape, hardware: Hardware) -> Iterator[Layout]:
         if hardware.each % tensor or model.heads % tensor or model.kv_heads % tensor or model.feed_forward % tensor:
             continue
         data = hardware.devices // tensor
-        for name in ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "zero3"):
+        for name in ("single", "dp", "ddp", "horovod", "zero1", "zero2", "fsdp", "hsdp", "zero3"):
+            if name == "horovod" and framework != "horovod":
+                continue
             capabilities = strategy_class(name).capabilities
             ranks = hardware.each // tensor if name == "hsdp" else data
             if (name == "single") != (hardware.devices == 1) or (tensor > 1 and not capabilities.tensor_parallel):
                 continue
             if name == "hsdp" and (hardware.nodes == 1 or ranks == 1):
                 continue
-            plain = Layout(name, tensor, data, ranks, capabilities.shards)
+            if name == "dp" and (hardware.nodes > 1 or hardware.devices == 1):
+                continue
+            plain = Layout(name, tensor, data, ranks, capabilities.shards, published=published)
             for offload in ("none", "optimizer", "params"):
                 if offload in capabilities.offload:
-                    for recompute in ("none", "full"):
+                    for recompute in RECOMPUTE:
                         yield replace(plain, offload=offload, recompute=recompute)
 
 

@@ -13,6 +13,7 @@ from distkit.advise.engines import Engine
 from distkit.advise.hardware import catalogue
 from distkit.advise.layout import Layout
 from distkit.advise.models import ModelShape, SeenStep
+from distkit.strategies.zero_config import reduce_bucket_size
 
 __all__ = ["KINDS", "OPTIMIZERS", "MemoryBytes", "StateSizes", "layer_activations", "memory_of", "state_sizes"]
 
@@ -40,6 +41,10 @@ FORMULAS: Mapping[str, str] = {
     "activations": "l s b h (34 + 5 a s / h) for 16 bits, less where recomputed or split (arXiv 2205.05198, table 2), and logits 10 s b V / t",
     "buffers": "gathered parameters and gradients of two layers, communication buckets, the framework's own",
 }
+
+_SELECTIVE = 22
+"""Of the 34 s b h bytes of a layer, what selective checkpointing keeps: its input and, in 16 bits, the results of the products
+(3 for queries, keys and values, 1 and 1 for attention and what follows it, 4 and 1 for the feed-forward part)."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ def memory_of(
         parameters += sizes.parameter * min(mine, model.small_parameters)
     whole = engine.whole_in_windows and accumulate > 1
     gradients = trained * sizes.gradient / (ranks if "gradients" in layout.shards and not whole else 1)
+    if engine.cuts_flat and "gradients" in layout.shards and "parameters" not in layout.shards:
+        gradients += sizes.gradient * _beyond_cuts(model, layout)
     states = trained * sizes.optimizer / (ranks if "optimizer" in layout.shards else 1)
     host = 0.0
     if layout.offload in ("optimizer", "params"):
@@ -190,6 +197,21 @@ def memory_of(
     return MemoryBytes(parameters, gradients, states, activations, buffers + own, host)
 
 
+def _beyond_cuts(model: ModelShape, layout: Layout) -> float:
+    """Elements of gradients that reach into other ranks' parts, of the rank with the most of its own and these."""
+    if model.seen is None or not model.seen.groups:
+        return 0.0
+    totals = [0.0] * layout.shard_ranks
+    for sizes in model.seen.groups:
+        part = -(-sum(sizes) // layout.shard_ranks)
+        end = 0
+        for size in sizes:
+            begin, end = end, end + size
+            for rank in range(begin // part, (end - 1) // part + 1):
+                totals[rank] += size / layout.tensor
+    return max(totals) - sum(map(sum, model.seen.groups)) / layout.tensor / layout.shard_ranks
+
+
 def split_parameters(model: ModelShape, tensor: int) -> float:
     """Parameters of a rank in a tensor group: matrices and the vocabulary are split, norms are whole."""
     whole = model.whole_parameters(tensor)
@@ -202,22 +224,33 @@ def _activations(
     if model.seen is not None and model.seen.step is not None:
         return micro * _seen_activations(model.seen.step, model, layout, precision)
     width = 2.0 if precision == "fp32" else 1.0  # the formulas count 16-bit values
+    if model.convolution is not None:
+        kept = micro * model.convolution.kept(round(2 * width))
+        return kept if layout.recompute == "none" else kept / 3  # of a bottleneck block its input: 4 of 12 parts
     one = width * layer_activations(
         sequence, micro, model.hidden, model.heads, tensor=layout.tensor, scores=not fused_attention
     )
     if layout.recompute == "full":
         kept = width * 2.0 * sequence * micro * model.hidden
         layers = model.layers * kept + one
+    elif layout.recompute == "selective":
+        layers = model.layers * one * _SELECTIVE / 34 + one
     else:
         layers = model.layers * one
     logits = 10.0 * width * sequence * micro * model.vocabulary / layout.tensor  # 16 bits, fp32 softmax, its gradient
+    if layout.strategy == "dp":
+        logits *= layout.data  # the first device gathers the outputs of all
     return layers + logits
 
 
 def _seen_activations(step: SeenStep, model: ModelShape, layout: Layout, precision: str) -> float:
     """Of one sample; a tensor group splits what arXiv 2205.05198 says it splits (24 of 34 parts), and the logits."""
     assert model.seen is not None
-    blocks = step.block_inputs + step.largest_block if layout.recompute == "full" else step.in_blocks
+    blocks = {
+        "none": step.in_blocks,
+        "selective": step.in_blocks * _SELECTIVE / 34 + step.largest_block,
+        "full": step.block_inputs + step.largest_block,
+    }[layout.recompute]
     share = (10 + 24 / layout.tensor) / 34
     outside = (step.saved - step.in_blocks) / layout.tensor
     width = (1 if precision != "fp32" else 2) / (1 if model.seen.precision != "fp32" else 2)
@@ -240,6 +273,4 @@ def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes, trained: floa
 
 def _bucket(trained: float) -> float:
     """Elements that DeepSpeed reduces at a time, as distkit sets it."""
-    from distkit.strategies.zero_config import reduce_bucket_size
-
     return reduce_bucket_size(int(trained))

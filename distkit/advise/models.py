@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distkit.advise.convolutions import NETWORKS, Convolution
 from distkit.config.nearest import nearest
 from distkit.errors import PlanError
 
@@ -60,6 +61,8 @@ class SeenModel:
         tensor_split: Parameters that a tensor group splits; None where nobody looked.
         tensor_rows: All-reduces of activations in one direction, over a tensor group.
         step: None where the script's step couldn't be run without values.
+        of_samples: Whether what goes in isn't tokens.
+        groups: Sizes of the trained parameters, by the optimizer's groups and in their order; empty where it isn't known.
     """
 
     trained: int
@@ -70,11 +73,13 @@ class SeenModel:
     tensor_split: int | None = None
     tensor_rows: int | None = None
     step: SeenStep | None = None
+    of_samples: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer, as far as memory and time depend on it.
+    """A transformer, or a convolutional network for images, as far as memory and time depend on it.
 
     Args:
         name: For people.
@@ -89,6 +94,8 @@ class ModelShape:
         tied: Whether embedding and head are one.
         assumed: Whether the shape is a typical one for the size, and not the model's own.
         seen: What was seen of a real model; None where only its shape is known.
+        convolution: What an image costs; None for transformers. With it the widths above mean nothing, and a sample
+            counts as one token.
     """
 
     name: str
@@ -103,6 +110,13 @@ class ModelShape:
     tied: bool
     assumed: bool = False
     seen: SeenModel | None = None
+    convolution: Convolution | None = None
+
+    @property
+    def unit(self) -> str:
+        """What is counted by the second: ``tokens``, or ``samples`` where one isn't a sequence."""
+        of_samples = self.convolution is not None or (self.seen is not None and self.seen.of_samples)
+        return "samples" if of_samples else "tokens"
 
     @property
     def head_parameters(self) -> int:
@@ -161,6 +175,8 @@ class ModelShape:
         """
         if self.seen is not None and self.seen.step is not None:
             return self.seen.step.flops / sequence
+        if self.convolution is not None:
+            return self.convolution.flops
         matrices = self.parameters - (0 if self.tied else self.vocabulary * self.hidden)  # looked up, not multiplied
         return 6.0 * matrices + 12.0 * self.layers * self.hidden * sequence
 
@@ -205,6 +221,10 @@ def _llama(
     return _shape(name, layers, hidden, heads, vocabulary, kv_heads=kv, feed_forward=inner, gated=True, biases=False)
 
 
+def _network(one: Convolution) -> ModelShape:
+    return ModelShape(one.name, one.parameters, one.layers, 1, 1, 1, 1, False, 0, True, convolution=one)
+
+
 FAMILIES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -217,15 +237,18 @@ FAMILIES: dict[str, ModelShape] = {
         _gpt3("gpt3-6.7b", 32, 4096, 32),
         _gpt3("gpt3-13b", 40, 5120, 40),
         _gpt3("gpt3-175b", 96, 12288, 96),
+        _gpt3("mt-nlg-530b", 105, 20480, 128),
         _llama("llama-7b", 32, 4096, 32, 11008),
         _llama("llama-13b", 40, 5120, 40, 13824),
         _llama("llama-70b", 80, 8192, 64, 28672, 8),
         _llama("llama3-8b", 32, 4096, 32, 14336, 8, 128256),
         _llama("llama3-70b", 80, 8192, 64, 28672, 8, 128256),
         _llama("llama3-405b", 126, 16384, 128, 53248, 8, 128256),
+        *(_network(one) for one in NETWORKS),
     )
 }
-"""Published shapes: GPT-2 (its release), GPT-3 (arXiv 2005.14165, table 2.1), Llama (arXiv 2302.13971, 2307.09288, 2407.21783)."""
+"""Published shapes: GPT-2 (its release), GPT-3 (arXiv 2005.14165, table 2.1), MT-NLG (arXiv 2201.11990), Llama (arXiv 2302.13971, 2307.09288, 2407.21783);
+networks for images (convolutions.py)."""
 
 
 def model_of_facts(facts: Mapping[str, Any], precision: str) -> ModelShape:
@@ -246,6 +269,8 @@ def model_of_facts(facts: Mapping[str, Any], precision: str) -> ModelShape:
         tensor_split=None if tensor is None else tensor["split"],
         tensor_rows=None if tensor is None else tensor["rows"] + tensor["vocabulary"],
         step=None if not step or not step["samples"] else _seen_step(step),
+        groups=tuple(tuple(sizes) for sizes in facts.get("groups", ())),
+        of_samples=step is not None and not step["tokens"],
     )
     return ModelShape(
         facts["name"], facts["parameters"], layers, facts["hidden"], facts["heads"], facts["kv_heads"],
@@ -278,7 +303,8 @@ def parse_parameters(text: str) -> int:
 
 def model_of_size(parameters: int) -> ModelShape:
     """A typical shape: that of the nearest published model, widened or narrowed to the size."""
-    near = min(FAMILIES.values(), key=lambda shape: abs(math.log(shape.parameters / parameters)))
+    published = [shape for shape in FAMILIES.values() if shape.convolution is None]
+    near = min(published, key=lambda shape: abs(math.log(shape.parameters / parameters)))
     ratio = (parameters / near.parameters) ** (1 / 3)
     layers = max(1, round(near.layers * ratio))
     head = max(1, near.hidden // near.heads)

@@ -32,8 +32,7 @@ def page_of(advice: Advice) -> str:
     verdict = advice.reason if chosen is None else f"Take {chosen.layout.describe()}: {advice.reason}."
     return template.render(
         title=f"{model.name} on {advice.hardware.devices} x {advice.hardware.device.name}",
-        hardware=f"{advice.hardware.describe()}; batch {advice.task.batch} x {advice.task.sequence} tokens, "
-        f"{advice.task.optimizer}, {advice.task.precision}",
+        hardware=f"{advice.hardware.describe()}; batch {advice.task.batch_words}, {advice.task.optimizer}, {advice.task.precision}",
         verdict=verdict,
         path=advice.path,
         charts=[_memory(advice), _traffic(advice), _time(advice), *_scaling(advice)],
@@ -85,6 +84,7 @@ def _scaling(advice: Advice) -> list[dict[str, Any]]:
     if chosen is None:
         return []
     speeds: list[tuple[str, float]] = []
+    unit = advice.task.model.unit
     for nodes in sorted({1, 2, 4, 8, 16, hardware.nodes, 2 * hardware.nodes}):
         batch = max(1, advice.task.batch * nodes // hardware.nodes)
         try:
@@ -97,10 +97,10 @@ def _scaling(advice: Advice) -> list[dict[str, Any]]:
                 (f"{nodes} {'node' if nodes == 1 else 'nodes'}", same[0].tokens_per_s / (nodes * hardware.each))
             )
     rows = [
-        _bar(index, label, [speed], max(s for _, s in speeds), "{:,.0f}", ("tokens",))
+        _bar(index, label, [speed], max(s for _, s in speeds), "{:,.0f}", (unit,))
         for index, (label, speed) in enumerate(speeds)
     ]
-    title = f"Tokens a second and device of {chosen.layout.describe()}, by nodes"
+    title = f"{unit.capitalize()} a second and device of {chosen.layout.describe()}, by nodes"
     return [{"title": title, "key": [], "bars": rows, "height": _ROW * len(rows) + 8, "limit": None}] if rows else []
 
 

@@ -34,6 +34,8 @@ def settings_of(advice: Advice, candidate: Candidate) -> dict[str, object]:
         found["memory.offload"] = layout.offload
     if layout.recompute != "none":
         found["memory.activation_checkpointing"] = layout.recompute
+    if candidate.compress != "none":
+        found["compress.method"] = candidate.compress
     return found
 
 
@@ -41,7 +43,8 @@ def launch_line(advice: Advice, candidate: Candidate) -> str:
     """The `distkit-run` line for it."""
     settings = settings_of(advice, candidate)
     hardware = advice.hardware
-    words = ["distkit-run", "-s", str(settings.pop("strategy")), "--nproc", str(hardware.each)]
+    processes = 1 if candidate.layout.strategy == "dp" else hardware.each
+    words = ["distkit-run", "-s", str(settings.pop("strategy")), "--nproc", str(processes)]
     if hardware.nodes > 1:
         words += ["--hostfile", "hosts"]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -53,12 +56,7 @@ def show_advice(advice: Advice, console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    model, task = advice.task.model, advice.task
-    typical = " (a typical shape is assumed)" if model.assumed else ""
-    console.print(
-        f"{model.name}: {model.parameters / 1e9:.3g}B parameters, {model.layers} layers of {model.hidden}{typical}; "
-        f"{task.optimizer}, {task.precision}; batch {task.batch} x {task.sequence} tokens"
-    )
+    console.print(_headline(advice.task))
     console.print(advice.hardware.describe())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in (
@@ -69,7 +67,7 @@ def show_advice(advice: Advice, console: Console) -> None:
         "activations",
         "traffic GB",
         "step s",
-        "tokens/s",
+        f"{advice.task.model.unit}/s",
         "",
     ):
         table.add_column(name, justify="left" if name in ("strategy", "") else "right")
@@ -86,7 +84,11 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print(f"take {chosen.layout.describe()}: {advice.reason}")
     if advice.runner_up is not None:
         console.print(f"runner-up: {advice.runner_up.layout.describe()}: {advice.runner_up.reason}")
+    if chosen.layout.also is not None:
+        console.print(f"{chosen.layout.also} costs the same; its split layers are computed by megatron-core")
     console.print(f"step {chosen.step.total:.2f} s, between {chosen.fast:.2f} and {chosen.slow:.2f}")
+    if advice.checkpoint is not None:
+        console.print(advice.checkpoint.describe())
     if len(advice.path) > 1:
         console.print(f"start with {advice.path[0]}, go on to {', then '.join(advice.path[1:])}")
     for rule in advice.rules:
@@ -94,14 +96,23 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print(launch_line(advice, chosen), soft_wrap=True)
 
 
+def _headline(task: Task) -> str:
+    model = task.model
+    typical = " (a typical shape is assumed)" if model.assumed else ""
+    shape = f"{model.layers} layers of {model.hidden}{typical}"
+    if model.convolution is not None:
+        shape = f"{model.layers} layers, images of {model.convolution.pixels} x {model.convolution.pixels}"
+    size = f"{model.parameters / 1e9:.3g}B" if model.parameters >= 1e8 else f"{model.parameters / 1e6:.3g}M"
+    return f"{model.name}: {size} parameters, {shape}; {task.optimizer}, {task.precision}; batch {task.batch_words}"
+
+
 def show_fits(task: Task, hardware: Hardware, found: Sequence[Fit], console: Console) -> None:
     """Print how far the memory reaches; of each strategy and tensor size the ways that need least are at the end."""
     from rich import box
     from rich.table import Table
 
-    console.print(
-        f"{task.model.name}, {task.sequence} tokens, {task.optimizer}, {task.precision} on {hardware.describe()}"
-    )
+    length = "" if task.model.convolution else f" {task.sequence} tokens,"
+    console.print(f"{task.model.name},{length} {task.optimizer}, {task.precision} on {hardware.describe()}")
     table = Table("strategy", "largest micro batch", "fewest nodes", box=box.SIMPLE_HEAD, pad_edge=False)
     for fit in sorted(found, key=lambda one: (one.nodes is None, one.nodes or 0, -one.micro)):
         nodes = "never" if fit.nodes is None else str(fit.nodes)

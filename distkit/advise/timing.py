@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from distkit.advise.models import ModelShape
 from distkit.advise.traffic import Collective
 from distkit.errors import PlanError
 
-__all__ = ["Calibration", "StepSeconds", "collective_seconds", "step_seconds"]
+__all__ = ["Calibration", "StepSeconds", "collective_seconds", "compute_share_of", "step_seconds"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Calibration:
     Args:
         compute_share: Share of the device's speed that training reaches.
         link_share: Share of a link's speed that large collectives reach.
-        overlap: Share of the backward's time under which collectives hide.
+        overlap: Share of the time of forward and backward under which collectives hide.
         measured: Whether any of it was measured.
     """
 
@@ -137,26 +137,67 @@ def step_seconds(
         calibration: Shares that are reached.
     """
     flops = model.flops_per_token(sequence) * tokens / hardware.devices
-    flops *= 4 / 3 if layout.recompute == "full" else 1.0
-    compute = flops / (hardware.device.speed(precision) * calibration.compute_share)
-    waiting = hiding = 0.0
-    for one in collectives:
-        seconds = collective_seconds(one, hardware, calibration.link_share)
-        if one.hides:
-            hiding += seconds
-        else:
-            waiting += seconds
-    hidden = min(hiding, calibration.overlap * compute * 2 / 3)  # two thirds of the operations are the backward's
+    flops *= _again(layout)
+    compute = flops / (hardware.device.speed(precision) * compute_share_of(model, hardware, precision, calibration))
+    timed = [(one, collective_seconds(one, hardware, calibration.link_share)) for one in collectives]
+    forward = compute / (3 * _again(layout))
+    early = [(one, seconds * one.forward) for one, seconds in timed if one.hides]
+    late = [(one, seconds * (1 - one.forward)) for one, seconds in timed if one.hides]
+    hidden = _hidden(early, calibration.overlap * forward) + _hidden(late, calibration.overlap * (compute - forward))
     transfer = host_bytes / (hardware.host.each_way * calibration.link_share)
-    return StepSeconds(
-        compute, waiting + hiding - hidden + transfer, hidden, _host_optimizer(model, layout, hardware, optimizer)
-    )
+    communication = sum(seconds for _, seconds in timed) - hidden + transfer
+    return StepSeconds(compute, communication, hidden, _host_optimizer(model, layout, hardware, optimizer))
+
+
+def _again(layout: Layout) -> float:
+    """All operations, as a multiple of those of a forward and a backward: a second forward is a third more."""
+    if layout.recompute == "selective":
+        return 1 + float(catalogue()["assumed"]["selective"]["value"])
+    return 4 / 3 if layout.recompute == "full" else 1.0
+
+
+def _hidden(timed: Sequence[tuple[Collective, float]], room: float) -> float:
+    """Seconds of a phase's collectives that run while it computes.
+
+    Those of every micro batch have the whole phase, those of the last one only its part of what is left. One call of each
+    pass never hides: the first weights are waited for, and the last gradients are there when nothing is left to compute.
+
+    Args:
+        timed: Collectives with their seconds in this phase.
+        room: Seconds of the phase under which collectives hide.
+    """
+    able = [(one.window, seconds * (1 - min(1.0, one.count / one.parts))) for one, seconds in timed]
+    always = min(room, sum(seconds for window, seconds in able if window == 1))
+    late = [(window, seconds) for window, seconds in able if window < 1]
+    return always + min(sum(seconds for _, seconds in late), (room - always) * max((w for w, _ in late), default=0.0))
+
+
+def compute_share_of(model: ModelShape, hardware: Hardware, precision: str, calibration: Calibration) -> float:
+    """Share of the device's speed that is reached: for networks for images what such ones were measured to reach.
+
+    Args:
+        model: The model.
+        hardware: Where.
+        precision: As in the settings.
+        calibration: What was measured there, which goes before all else, or is assumed.
+    """
+    if model.convolution is None or calibration.measured:
+        return calibration.compute_share
+    known = catalogue()
+    share = float(known["assumed"]["convolution_share"]["value"])
+    if hardware.device.format_of(precision) == "fp32":
+        share = model.convolution.flops_per_s / float(known["accelerators"]["P100-16G"]["flops"]["fp32"])
+    return share * calibration.compute_share / Calibration.assumed().compute_share
 
 
 def _host_optimizer(model: ModelShape, layout: Layout, hardware: Hardware, optimizer: str) -> float:
-    """Its states are read and written in the host's memory once a step."""
+    """Its states are read and written in the host's memory once a step.
+
+    States, master weights and gradients in fp32: each read, all but the gradients written (28 bytes with Adam); before
+    that gradients are scaled and clipped in place (DeepSpeed 0.19.8, zero/stage3.py, unscale_and_clip_grads).
+    """
     if layout.offload == "none":
         return 0.0
     each = split_parameters(model, layout.tensor) / layout.shard_ranks
-    touched = each * (8 * OPTIMIZERS[optimizer] + 8 + 4)
+    touched = each * (8 * OPTIMIZERS[optimizer] + 8 + 4 + 8)
     return touched * hardware.each / float(catalogue()["assumed"]["host_optimizer"]["bytes_per_s"])

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from distkit.advise.compression import wire_bytes
 from distkit.advise.hardware import Hardware
 from distkit.advise.layout import Layout
 from distkit.advise.memory import StateSizes, split_parameters, state_sizes
 from distkit.advise.models import ModelShape
+from distkit.strategies.zero_config import reduce_bucket_size
 
 __all__ = ["Collective", "LinkBytes", "collectives_of", "link_bytes"]
+
+_DDP_BUCKET = 25e6
+"""DDP's ``bucket_cap_mb``, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Collective:
     """One kind of them in a step.
 
     Args:
-        what: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        what: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast`` or ``reduce``.
         purpose: For people.
         message: Bytes of the whole tensor.
         ranks: Size of the group.
@@ -31,6 +36,8 @@ class Collective:
         count: How often in a step.
         hides: Whether it can overlap with computing.
         parts: Single calls that it stands for (layers, buckets), each with a latency.
+        forward: Share of it that belongs to the forward; the rest belongs to the backward.
+        window: Share of the micro batches under which it can hide.
     """
 
     what: str
@@ -42,6 +49,8 @@ class Collective:
     count: float
     hides: bool
     parts: int = 1
+    forward: float = 0.0
+    window: float = 1.0
 
     @property
     def sent(self) -> float:
@@ -84,6 +93,7 @@ def collectives_of(
     sequence: int,
     optimizer: str,
     precision: str,
+    compress: str = "none",
 ) -> list[Collective]:
     """What a rank takes part in during one optimizer step.
 
@@ -96,15 +106,16 @@ def collectives_of(
         sequence: Tokens in a sequence.
         optimizer: Name of the optimizer.
         precision: As in the settings.
+        compress: As ``compress.method`` in the settings.
     """
     sizes = state_sizes(precision, optimizer, layout.engine)
     group = _DataGroup(layout, hardware)
     found: list[Collective] = []
     if layout.data > 1:
-        found += _data_parallel(model, layout, group, sizes, accumulate)
+        found += _data_parallel(model, layout, group, sizes, accumulate, compress)
     passes = model.tensor_reductions(layout.tensor)
     if passes:
-        passes += passes // 2 if layout.recompute == "full" else 0
+        passes += passes // 2 if layout.recompute != "none" else 0
         value = 4.0 if precision == "fp32" else 2.0
         message = value * sequence * micro * model.hidden
         found.append(
@@ -131,7 +142,17 @@ class _DataGroup:
         return min(self.layout.data, self.hardware.each // self.layout.tensor)
 
     def collective(
-        self, what: str, purpose: str, message: float, count: float, parts: int, *, over: str = "all"
+        self,
+        what: str,
+        purpose: str,
+        message: float,
+        count: float,
+        parts: int,
+        *,
+        over: str = "all",
+        hides: bool = True,
+        forward: float = 0.0,
+        window: float = 1.0,
     ) -> Collective:
         """Over all of them, those of a node, or those at the same place of all nodes."""
         layout, hardware = self.layout, self.hardware
@@ -140,39 +161,57 @@ class _DataGroup:
             ranks = in_node
         elif over == "nodes":
             ranks, in_node, groups = hardware.nodes, 1, hardware.each
-        return Collective(what, purpose, message, ranks, in_node, groups, count, hides=True, parts=parts)
+        return Collective(what, purpose, message, ranks, in_node, groups, count, hides, parts, forward, window)
 
 
 def _data_parallel(
-    model: ModelShape, layout: Layout, group: _DataGroup, sizes: StateSizes, accumulate: int
+    model: ModelShape, layout: Layout, group: _DataGroup, sizes: StateSizes, accumulate: int, compress: str
 ) -> list[Collective]:
     """By what is split: the sum of gradients, and the weights that have to be gathered."""
     reduce, gather = "reduce_scatter", "all_gather"
     engine, layers = layout.engine, model.layers
     mine = split_parameters(model, layout.tensor)
-    gradients = mine * model.trained_parameters / model.parameters * sizes.gradient
+    gradients = mine * model.trained_parameters / model.parameters * wire_bytes(sizes.gradient, compress)
+    last = 1 / accumulate  # what is exchanged once a step goes with the last micro batch's backward
     if "parameters" in layout.shards:
         over = "node" if layout.strategy == "hsdp" else "all"
-        gathered = sizes.compute * _gathered(model, layout, accumulate)
+        passes = 2 * accumulate
+        gathered = sizes.compute * _gathered(model, layout, accumulate) / passes
         windows = 1 if engine.whole_in_windows else accumulate
         found = [
             group.collective(
-                gather, "weights, forward and backward", gathered, 1.0, 2 * layers * accumulate, over=over
+                *(gather, "weights, forward and backward", gathered, float(passes), layers * passes),
+                over=over,
+                forward=0.5,
             ),
-            group.collective(reduce, "gradients", gradients, float(windows), layers * windows, over=over),
+            group.collective(
+                reduce, "gradients", gradients, float(windows), layers * windows, over=over, window=windows * last
+            ),
         ]
         if layout.strategy == "hsdp":
             shard = gradients / layout.shard_ranks
-            found.append(group.collective("all_reduce", "gradients across nodes", shard, 1.0, layers, over="nodes"))
+            found.append(
+                group.collective("all_reduce", "gradients across nodes", shard, 1.0, layers, over="nodes", window=last)
+            )
         return found
     if "optimizer" in layout.shards:
         windows = accumulate if "gradients" in layout.shards else 1
         sums = reduce if engine.scatters else "all_reduce"
+        buckets = -(-int(mine) // reduce_bucket_size(int(mine)))
         return [
-            group.collective(sums, "gradients", gradients, float(windows), 10 * windows),
-            group.collective(gather, "updated weights", mine * sizes.compute, 1.0, 10),
+            group.collective(sums, "gradients", gradients, float(windows), buckets * windows, window=windows * last),
+            group.collective(gather, "updated weights", mine * sizes.compute, 1.0, buckets, hides=False),
         ]
-    return [group.collective("all_reduce", "gradients", gradients, 1.0, 10)]
+    weights = mine * sizes.parameter
+    if layout.strategy == "dp":  # one thread a device, nothing beside it
+        return [
+            group.collective(
+                "broadcast", "weights to all devices", weights, float(accumulate), accumulate, hides=False
+            ),
+            group.collective("reduce", "gradients to the first", gradients, float(accumulate), accumulate, hides=False),
+        ]
+    buckets = max(1, round(gradients / _DDP_BUCKET))
+    return [group.collective("all_reduce", "gradients", gradients, 1.0, buckets, window=last)]
 
 
 def _gathered(model: ModelShape, layout: Layout, accumulate: int) -> float:
@@ -181,12 +220,8 @@ def _gathered(model: ModelShape, layout: Layout, accumulate: int) -> float:
     if engine.outside_stays:
         again = mine * (1 - model.outside_parameters / model.parameters)
         return accumulate * (mine + again)
-    kept = min(mine, engine.kept)
-    small = min(mine, model.small_parameters) if engine.small_stay else 0.0
-    if small == mine:
-        return mine  # once, after they were stepped
-    forwards = accumulate * mine - (accumulate - 1) * kept  # at the model's beginning backward leaves as much
-    return forwards + accumulate * (mine - kept)
+    small = min(mine, model.small_parameters) if engine.small_stay else 0.0  # gathered once, after they were stepped
+    return small + accumulate * (mine - small) + accumulate * max(0.0, mine - max(small, engine.kept))
 
 
 def link_bytes(collectives: Iterable[Collective], host: float) -> LinkBytes:

@@ -67,7 +67,10 @@ class ProfilePreview(SingleStrategy):
         for model in models:
             if not self._facts and any(p.requires_grad for p in model.parameters()):
                 self._facts = model_facts(model)
-                self._facts["optimizer"] = type(optimizers[0]).__name__.lower() if optimizers else None
+                if optimizers:
+                    self._facts["optimizer"] = type(optimizers[0]).__name__.lower()
+                    groups = (group["params"] for group in optimizers[0].param_groups)
+                    self._facts["groups"] = [[p.numel() for p in group if p.requires_grad] for group in groups]
                 self._facts |= self._batch()
                 if self.config.parallel.tensor > 1:
                     self._facts["tensor"] = _tensor_facts(model, self.config, self.example_loader)

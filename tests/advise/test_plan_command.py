@@ -14,12 +14,13 @@ from distkit.advise.hardware import catalogue, parse_hardware
 from distkit.advise.layout import Layout, layouts
 from distkit.advise.memory import memory_of
 from distkit.advise.models import FAMILIES, model_named, parse_parameters
+from distkit.advise.page import page_of
 from distkit.advise.report import launch_line, settings_of
 from distkit.advise.rules import rules
-from distkit.advise.timing import Calibration
+from distkit.advise.timing import Calibration, compute_share_of
 from distkit.cli import app
 from distkit.config import load_config
-from distkit.errors import PlanError
+from distkit.errors import PlanError, UsageError
 
 GUIDE = [
     "--params",
@@ -103,6 +104,8 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text("nodes: 4\ndevices: 8\ndevice: A100-80G\nintra: nvlink\ninter: 200Gbps\n")
     assert parse_hardware(str(file)) == parse_hardware("4x8xA100-80G", intra="nvlink", inter="200Gbps")
+    file.write_text("devices: 8\ndevice: A100-80G\nstorage: 5GB/s\n")
+    assert parse_hardware(str(file)).storage == 5e9 and parse_hardware(str(file), storage="1GB/s").storage == 1e9
     own = "{name: Own, memory: 64e9, bandwidth: 1e12, flops: {fp32: 1e13, bf16: 1e14}, scale_up: 400e9}"
     file.write_text(f"devices: 2\ndevice: {own}\n")
     made = parse_hardware(str(file))
@@ -206,6 +209,9 @@ def test_every_figure_has_a_source() -> None:
         (["--params", "7B", "--batch", "0", "--hardware", "8xA100-80G"], "--batch was set to 0"),
         (["--params", "7B", "--optimizer", "adm", "--hardware", "8xA100-80G"], "Hint: --optimizer adam"),
         (["--params", "7B"], "--hardware 4x8xA100-80G"),
+        (["--params", "7B", "--hardware", "8xA100-80G", "--compress", "bf61"], "Hint: --compress bf16"),
+        (["--params", "7B", "--hardware", "8xA100-80G", "--compress", "topk"], "no strategy has"),
+        (["--params", "7B", "--hardware", "8xA100-80G", "--storage", "fast"], "Hint: --storage"),
         (["--params", "7B", "--model", "gpt2", "--hardware", "8xA100-80G"], "leave one out"),
         ([], "distkit plan --params 7B"),
     ],
@@ -225,3 +231,66 @@ def test_sizes() -> None:
         1500,
         2000,
     ]
+
+
+def test_networks_for_images() -> None:
+    """Samples instead of tokens, in the table, in JSON and on the page."""
+    words = ["--model", "resnet101", "--batch", "32768", "--hardware", "128x4xP100", "--inter", "25Gbps"]
+    text = plan(*words, "--optimizer", "momentum", "--precision", "fp32")
+    assert "samples/s" in text and "tokens" not in text and "images of 224 x 224" in text
+    found = json.loads(plan(*words, "--json"))
+    assert all(c["tokens_per_s"] == pytest.approx(c["samples_per_s"], rel=1e-5) for c in found["candidates"])
+    assert {c["tensor"] for c in found["candidates"]} == {1} and found["assumptions"]["sequence"] == 1
+    with pytest.raises(UsageError, match="takes images"):
+        plan(*words, "--seq", "128")
+    task, hardware = Task(FAMILIES["vgg16"], batch=64, precision="fp16"), parse_hardware("1x1xA100-80G")
+    assert compute_share_of(task.model, hardware, "fp16", Calibration.assumed()) == pytest.approx(0.2)
+    page = page_of(advise(task, hardware))
+    assert "64 samples" in page and "Samples a second" in page
+
+
+def test_data_parallelism_in_one_process() -> None:
+    """A candidate on one machine only, slower than ddp; its first device holds all outputs; one process starts it."""
+    task = Task(FAMILIES["gpt2"], batch=64, sequence=1024)
+    found = advise(task, parse_hardware("8xA100-80G"))
+    dp, ddp = (next(c for c in found.candidates if c.layout.strategy == name) for name in ("dp", "ddp"))
+    assert dp.step.total > ddp.step.total and dp.memory.activations > ddp.memory.activations
+    assert "--nproc 1 " in launch_line(found, dp) and "--nproc 8 " in launch_line(found, ddp)
+    assert "dp" not in {c.layout.strategy for c in advise(task, parse_hardware("2x8xA100-80G")).candidates}
+    assert next(one for one in fits_of(task, parse_hardware("8xA100-80G")) if one.layout.strategy == "dp").nodes == 1
+
+
+def test_horovod_where_it_is_in_use() -> None:
+    hardware = parse_hardware("2x8xV100-32G")
+    found = advise(Task(FAMILIES["gpt2"], batch=256, framework="horovod", precision="fp16"), hardware)
+    assert found.recommended is not None and found.recommended.layout.strategy == "horovod"
+    found = advise(Task(FAMILIES["gpt2"], batch=256, precision="fp16"), hardware)
+    assert "horovod" not in {c.layout.strategy for c in found.candidates}
+
+
+def test_split_layers_of_megatron() -> None:
+    """Named where it costs the same, instead of being listed once more."""
+    assert "megatron-zero1 costs the same" in plan(*GUIDE)
+    found = json.loads(plan(*GUIDE, "--json"))["candidates"]
+    zero = {(c["strategy"], c["tensor"]): c["also"] for c in found}
+    assert (zero["zero3", 1], zero["zero3", 4], zero["fsdp", 4]) == (None, "megatron-zero3", None)
+
+
+def test_compression_and_checkpoints() -> None:
+    text = " ".join(plan(*GUIDE, "--compress", "bf16", "--storage", "10GB/s").split())
+    assert "a checkpoint of 156 GB" in text and "is written 15.6 s later" in text
+    assert "compress.method=bf16" in text
+    found = json.loads(plan(*GUIDE, "--json"))
+    assert found["checkpoint"]["bytes"] == 12 * 13_000_000_000
+    by_method = {row["method"]: row for row in found["compression"]["exchange_of_fp32_gradients"]}
+    assert set(by_method) == {"none", "fp16", "bf16", "topk", "powersgd"}
+    assert "ddp" in by_method["fp16"]["strategies"]
+
+
+def test_a_slow_network_is_said() -> None:
+    def held(inter: str, compress: str) -> set[str]:
+        task = Task(FAMILIES["gpt2-large"], batch=64, sequence=1024, precision="fp16", compress=compress)
+        return {rule.id for rule in advise(task, parse_hardware("2x8xV100-32G", inter=inter)).rules}
+
+    assert "network-bound" in held("10Gbps", "none")
+    assert "network-bound" not in held("10Gbps", "fp16") | held("400Gbps", "none")
