@@ -131,11 +131,6 @@ def plan(
       distkit plan --layout --set parallel.tensor=4 train.py
     """
     chosen = [*(overrides or []), *([] if strategy is None else [f"strategy={json.dumps(strategy)}"])]
-    if script is None and not (params or model):
-        raise UsageError(
-            "what to plan for was not said",
-            hint="distkit plan --params 7B --hardware 8xA100-80G   or distkit plan --here train.py",
-        )
     if script is not None and (params is not None or model is not None):
         raise UsageError("--params and --model plan without a script", hint="leave the script out, or them")
     if params is not None and model is not None:
@@ -144,6 +139,11 @@ def plan(
         raise UsageError(
             f"--{'check' if check else 'layout'} wants a script",
             hint=f"distkit plan --{'check' if check else 'layout'} train.py",
+        )
+    if script is None and not (params or model):
+        raise UsageError(
+            "what to plan for was not said",
+            hint="distkit plan --params 7B --hardware 8xA100-80G   or distkit plan --here train.py",
         )
     code = None if script is None else _script(script, arguments or [], file, chosen)
     if code is not None and (check or layout):

@@ -190,7 +190,7 @@ def memory_of(
     if layout.offload == "params":
         host, parameters = host + parameters, 0.0
     activations = _activations(model, layout, micro, sequence, precision, fused_attention)
-    buffers = _buffers(model, layout, sizes, trained)
+    buffers = _buffers(model, layout, sizes, trained) + _casts(model, layout, sizes)
     assumed = catalogue()["assumed"]
     own = 0.0 if cpu else float(assumed["framework"]["bytes"])
     own += 0.0 if cpu else float(assumed["fragmentation"]["value"]) * (activations + buffers)
@@ -269,6 +269,18 @@ def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes, trained: floa
     if "optimizer" in layout.shards:
         return own + sizes.gradient * _bucket(trained) * (2 if "gradients" in layout.shards else 1)
     return own + (sizes.gradient * trained if engine.copies_gradients else 0.0)
+
+
+def _casts(model: ModelShape, layout: Layout, sizes: StateSizes) -> float:
+    """Parameters that autocast makes in 16 bits for a forward, which the backward wants again.
+
+    Engines that keep or gather parameters in 16 bits need none.
+    """
+    if sizes.compute == sizes.parameter or layout.engine.master or "parameters" in layout.shards:
+        return 0.0
+    if model.seen is not None and model.seen.step is not None and model.seen.precision != "fp32":
+        return model.seen.step.casts / layout.tensor
+    return sizes.compute * split_parameters(model, layout.tensor)
 
 
 def _bucket(trained: float) -> float:

@@ -38,6 +38,7 @@ class SeenStep:
         largest_block: Bytes that the block with the most keeps.
         flops: Operations, forward and backward.
         tokens: Whole numbers that go in; 0 where inputs aren't tokens.
+        casts: Bytes of parameters that autocast made in 16 bits and autograd keeps; of the whole model.
     """
 
     saved: float
@@ -46,6 +47,7 @@ class SeenStep:
     largest_block: float
     flops: float
     tokens: float
+    casts: float
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,8 @@ def model_of_facts(facts: Mapping[str, Any], precision: str) -> ModelShape:
 
 def _seen_step(step: Mapping[str, Any]) -> SeenStep:
     names = ("saved", "block_inputs", "in_blocks", "largest_block", "flops", "tokens")
-    return SeenStep(*(step[name] / step["samples"] for name in names))
+    shares = {name: step[name] / step["samples"] for name in names}
+    return SeenStep(**shares, casts=step["casts"])
 
 
 def parse_parameters(text: str) -> int:

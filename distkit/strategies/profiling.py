@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distkit.strategies.blocks import find_blocks
@@ -285,6 +286,7 @@ class StepCounter:
             block.register_forward_hook(self._leaving)
         self.model.register_forward_pre_hook(self._begins, with_kwargs=True)
         self._flops = FlopCounterMode(display=False)
+        self._casts = _Casts(self._own)
 
     def finish(self, loss: torch.Tensor) -> dict[str, Any]:
         """Run backward, and say what was counted.
@@ -293,19 +295,22 @@ class StepCounter:
             loss: The script's.
 
         Returns:
-            ``saved`` (bytes that autograd keeps at the end of the forward, parameters not among them), ``block_inputs`` (of
-            it, the inputs of the blocks), ``largest_block`` (what the largest block keeps), ``in_blocks`` (all of them),
+            ``saved`` (bytes that autograd keeps at the end of the forward, parameters not among them), ``casts`` (bytes of
+            parameters in 16 bits that autocast made and autograd keeps, not in the former), ``block_inputs`` (of what is
+            saved, the inputs of the blocks), ``largest_block`` (what the largest block keeps), ``in_blocks`` (all of them),
             ``flops`` (forward and backward), ``samples``, ``tokens``.
         """
         self._open.close()
-        with self._flops:
+        flops = self._flops.get_total_flops()
+        with self._flops:  # begins anew
             loss.backward()
         return {
             "saved": sum(t.untyped_storage().nbytes() for t in self._held.values()),
+            "casts": sum(t.untyped_storage().nbytes() for t in self._casts.made.values()),
             "block_inputs": self._inputs,
             "in_blocks": sum(self._of_blocks.values()),
             "largest_block": max(self._of_blocks.values(), default=0),
-            "flops": self._flops.get_total_flops(),
+            "flops": flops + self._flops.get_total_flops(),
             "samples": self._samples,
             "tokens": self._tokens,
         }
@@ -320,11 +325,12 @@ class StepCounter:
         self._tokens = first.numel() if not first.is_floating_point() else 0
         self._open.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
         self._open.enter_context(self._flops)
+        self._open.enter_context(self._casts)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._held and key not in self._own:
+        if key not in self._held and key not in self._own and key not in self._casts.made:
             self._held[key] = tensor
             if self._in_block is not None:
                 self._of_blocks[self._in_block] += storage.nbytes()
@@ -340,3 +346,22 @@ class StepCounter:
 
     def _leaving(self, *_: Any) -> None:
         self._in_block = None
+
+
+class _Casts(TorchDispatchMode):
+    """Notes copies of parameters in another dtype.
+
+    Args:
+        parameters: Identities of the parameters' storages.
+    """
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = parameters
+        self.made: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._parameters:
+            self.made[result.untyped_storage()._cdata] = result
+        return result

@@ -37,6 +37,8 @@ SCRIPT = """
             trainer.step(loss)
 """
 
+BLOCKS = f"*(torch.nn.Linear({20_000}, {20_000}) for _ in range(100))"
+
 
 def write(folder: Path, text: str, name: str = "train.py") -> Path:
     import textwrap
@@ -77,9 +79,9 @@ def test_a_script_is_seen_as_it_is() -> None:
 
 def test_a_model_too_large_for_this_machine(tmp_path: Path) -> None:
     """Its weights alone are 160 GB: they are never there."""
-    path = write(tmp_path, SCRIPT.format(width=200_000, between=""))
+    path = write(tmp_path, SCRIPT.format(width=20_000, between="").replace("torch.nn.ReLU()", BLOCKS))
     seen = look_at(Script(str(path)))
-    assert seen.model.parameters == 200_000**2 + 2 * 200_000 + 200_000 + 1
+    assert seen.model.parameters == 101 * (20_000**2 + 20_000) + 20_000 + 1 and seen.model.layers == 1
     assert seen.optimizer == "sgd" and seen.model.seen is not None and seen.model.seen.step is not None
 
 
