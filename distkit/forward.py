@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["around_forward", "map_tensors"]
+__all__ = ["around_forward", "map_tensors", "plain_class"]
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """``around(forward, args, kwargs)`` calls the forward it is given, once, and returns its result or a changed one."""
@@ -32,7 +32,16 @@ def around_forward(module: nn.Module, around: Around) -> None:
     Wrapped.__qualname__ = base.__qualname__
     Wrapped.__module__ = base.__module__
     Wrapped.__doc__ = base.__doc__
+    Wrapped.wrapped_class = base
     module.__class__ = Wrapped
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before :func:`around_forward`: blocks that are wrapped one by one are still alike."""
+    found = type(module)
+    while "wrapped_class" in vars(found):
+        found = vars(found)["wrapped_class"]
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

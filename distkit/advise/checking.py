@@ -132,9 +132,7 @@ def _memory(run: _Run, ranks: Sequence[dict[str, Any]]) -> list[Compared]:
     cuda = ranks[0]["device"] == "cuda"
     found = []
     for kind in STATES:
-        predicted = float(getattr(memory, kind))
-        if kind == "optimizer":  # both memories are counted
-            predicted += memory.host
+        predicted = float(getattr(memory, kind)) + float(getattr(memory, f"host_{kind}"))  # both memories are counted
         found.append(Compared(kind, predicted, max(rank[kind] for rank in ranks), "storages counted"))
     states = sum(one.predicted for one in found)
     found.append(Compared("model states", states, sum(one.measured or 0.0 for one in found), "storages counted"))

@@ -57,7 +57,9 @@ class MemoryBytes:
         optimizer: Optimizer states and master copies on the device.
         activations: What the backward needs, with logits and loss.
         buffers: Gathered parameters, communication buckets, the framework's own.
-        host: What lies in host memory instead.
+        host_parameters: Parameters in host memory.
+        host_gradients: Gradients there.
+        host_optimizer: Optimizer states and master copies there.
     """
 
     parameters: float
@@ -65,7 +67,14 @@ class MemoryBytes:
     optimizer: float
     activations: float
     buffers: float
-    host: float = 0.0
+    host_parameters: float = 0.0
+    host_gradients: float = 0.0
+    host_optimizer: float = 0.0
+
+    @property
+    def host(self) -> float:
+        """All in host memory."""
+        return self.host_parameters + self.host_gradients + self.host_optimizer
 
     @property
     def states(self) -> float:
@@ -184,17 +193,23 @@ def memory_of(
     if engine.cuts_flat and "gradients" in layout.shards and "parameters" not in layout.shards:
         gradients += sizes.gradient * _beyond_cuts(model, layout)
     states = trained * sizes.optimizer / (ranks if "optimizer" in layout.shards else 1)
-    host = 0.0
-    if layout.offload in ("optimizer", "params"):
-        host, states = states, 0.0
+    host = (0.0, 0.0, 0.0)
+    if layout.offload != "none":
+        part = trained * sizes.gradient / ranks
+        masters = trained * sizes.parameter / ranks if engine.master and precision == "fp32" else 0.0
+        host, states = (0.0, 0.0, states + masters), 0.0
+        if "gradients" in layout.shards:
+            host, gradients = (host[0], gradients, host[2]), 0.0
+        if engine.master and "parameters" not in layout.shards:  # copies on their way between host and device
+            host = (trained * sizes.parameter / ranks, host[1] + part, host[2])
     if layout.offload == "params":
-        host, parameters = host + parameters, 0.0
+        host, parameters = (host[0] + parameters, host[1], host[2]), 0.0
     activations = _activations(model, layout, micro, sequence, precision, fused_attention)
     buffers = _buffers(model, layout, sizes, trained) + _casts(model, layout, sizes)
     assumed = catalogue()["assumed"]
     own = 0.0 if cpu else float(assumed["framework"]["bytes"])
     own += 0.0 if cpu else float(assumed["fragmentation"]["value"]) * (activations + buffers)
-    return MemoryBytes(parameters, gradients, states, activations, buffers + own, host)
+    return MemoryBytes(parameters, gradients, states, activations, buffers + own, *host)
 
 
 def _beyond_cuts(model: ModelShape, layout: Layout) -> float:

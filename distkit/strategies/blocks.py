@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from distkit.errors import ConfigError
-from distkit.forward import around_forward
+from distkit.forward import around_forward, plain_class
 
 __all__ = ["apply_activation_checkpointing", "find_blocks"]
 
@@ -28,12 +28,17 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _collect(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) -> None:
     children = list(module.named_children())
-    counts = Counter(type(child) for _, child in children)
+    counts = Counter(plain_class(child) for _, child in children)
     container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
     for name, child in children:
         full = f"{prefix}{name}"
         composite = any(True for _ in child.children()) and any(True for _ in child.parameters())
-        if container and counts[type(child)] > 1 and composite and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if (
+            container
+            and counts[plain_class(child)] > 1
+            and composite
+            and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        ):
             found.append((full, child))
         else:
             _collect(child, full + ".", found)

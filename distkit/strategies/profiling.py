@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,8 +168,8 @@ def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, in
     chosen = config.parallel.tensor_layout
     wishes = wishes_of(model, chosen if isinstance(chosen, dict) else {})
     size = config.parallel.tensor
-    if any(parameter.is_meta for parameter in model.parameters()):
-        model = copy.deepcopy(model).to_empty(device="cpu")
+    model = copy.deepcopy(model)
+    _replace_parameters(model, lambda p: torch.empty(p.shape, dtype=p.dtype) if p.is_meta else p.detach())
     layout = detect(model, find_run(model, random_twin(model), loader), size, wishes, plan_of(model))
     split: dict[int, int] = {}
     for name, how in layout.splits.items():
@@ -240,15 +240,13 @@ def _without_values(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, nn.Parameter] = {}
+
+    def fake(parameter: nn.Parameter) -> torch.Tensor:
+        with mode:
+            return torch.empty(parameter.shape, dtype=parameter.dtype)
+
+    made = _replace_parameters(model, fake)
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                if id(parameter) not in made:
-                    with mode:
-                        fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 with mode:
@@ -256,6 +254,22 @@ def _without_values(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def _replace_parameters(model: nn.Module, other: Callable[[nn.Parameter], torch.Tensor]) -> dict[int, nn.Parameter]:
+    """Put others in their places; what was tied stays tied.
+
+    Returns:
+        The new ones, by the identity of the old.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(other(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+    return made
 
 
 class StepCounter:

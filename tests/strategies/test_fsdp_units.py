@@ -192,3 +192,15 @@ def test_blocks_are_found_in_a_dressed_model() -> None:
     apply_activation_checkpointing(model, "full")
     assert names(model, wrap=["Block"]) == ["blocks.0", "blocks.1"]
     assert isinstance(model.blocks[0], Block)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_that_are_recomputed_are_still_units(mode: str) -> None:
+    """Else the whole model would be gathered at once."""
+    from distkit.strategies.blocks import apply_activation_checkpointing
+
+    model = TinyGPT()
+    before = names(model)
+    assert len(before) > 1
+    apply_activation_checkpointing(model, mode)
+    assert names(model) == before
