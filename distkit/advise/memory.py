@@ -186,8 +186,8 @@ def memory_of(
     mine = split_parameters(model, layout.tensor)
     trained = mine * model.trained_parameters / model.parameters
     parameters = mine * sizes.parameter / (ranks if "parameters" in layout.shards else 1)
-    if engine.small_stay and "parameters" in layout.shards:
-        parameters += sizes.parameter * min(mine, model.small_parameters)
+    if engine.small_stay and "parameters" in layout.shards and ranks > 1:
+        parameters += sizes.parameter * min(mine, model.small_parameters(layout.tensor))
     whole = engine.whole_in_windows and accumulate > 1
     gradients = trained * sizes.gradient / (ranks if "gradients" in layout.shards and not whole else 1)
     if engine.cuts_flat and "gradients" in layout.shards and "parameters" not in layout.shards:

@@ -61,6 +61,7 @@ class SeenModel:
         buffers: Bytes of its buffers.
         precision: In which it was computed.
         tensor_split: Parameters that a tensor group splits; None where nobody looked.
+        tensor_small: Parameters of a rank of a tensor group in small tensors.
         tensor_rows: All-reduces of activations in one direction, over a tensor group.
         step: None where the script's step couldn't be run without values.
         of_samples: Whether what goes in isn't tokens.
@@ -73,6 +74,7 @@ class SeenModel:
     buffers: int
     precision: str
     tensor_split: int | None = None
+    tensor_small: int | None = None
     tensor_rows: int | None = None
     step: SeenStep | None = None
     of_samples: bool = False
@@ -141,11 +143,11 @@ class ModelShape:
         """Those that have a gradient."""
         return self.parameters if self.seen is None else self.seen.trained
 
-    @property
-    def small_parameters(self) -> int:
-        """In small tensors: norms and biases."""
+    def small_parameters(self, tensor: int) -> int:
+        """Those of a rank of a tensor group that are in small tensors: norms and biases."""
         if self.seen is not None:
-            return self.seen.small
+            known = tensor > 1 and self.seen.tensor_small is not None
+            return self.seen.tensor_small or 0 if known else self.seen.small
         return self.layers * self._norms_and_biases
 
     def whole_parameters(self, tensor: int) -> int:
@@ -269,6 +271,7 @@ def model_of_facts(facts: Mapping[str, Any], precision: str) -> ModelShape:
         buffers=facts["buffers"],
         precision=precision,
         tensor_split=None if tensor is None else tensor["split"],
+        tensor_small=None if tensor is None else tensor["small"],
         tensor_rows=None if tensor is None else tensor["rows"] + tensor["vocabulary"],
         step=None if not step or not step["samples"] else _seen_step(step),
         groups=tuple(tuple(sizes) for sizes in facts.get("groups", ())),

@@ -221,7 +221,9 @@ def _gathered(model: ModelShape, layout: Layout, accumulate: int) -> float:
     if engine.outside_stays:
         again = mine * (1 - model.outside_parameters / model.parameters)
         return accumulate * (mine + again)
-    small = min(mine, model.small_parameters) if engine.small_stay else 0.0  # gathered once, after they were stepped
+    small = (
+        min(mine, model.small_parameters(layout.tensor)) if engine.small_stay else 0.0
+    )  # gathered once, after they were stepped
     return small + accumulate * (mine - small) + accumulate * max(0.0, mine - max(small, engine.kept))
 
 

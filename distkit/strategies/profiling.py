@@ -178,9 +178,11 @@ def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, in
             if how.style != "row" or key != "bias":
                 split[id(parameter)] = parameter.numel()
     styles = Counter(how.style for how in layout.splits.values())
+    mine = [p.numel() // (size if id(p) in split else 1) for p in model.parameters()]
     return {
         "size": size,
         "split": sum(split.values()),
+        "small": sum(numel for numel in mine if numel <= SMALL),
         "rows": styles["row"],
         "vocabulary": styles["vocabulary"],
     }
