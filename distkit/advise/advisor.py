@@ -42,6 +42,7 @@ class Task:
         framework: ``torch``, ``horovod`` or ``tensorflow``: what the code is written for now.
         compress: ``compress.method`` of the strategies that have it.
         published: Whether ZeRO is counted as in the papers, and not as DeepSpeed does it here.
+        script: For the line to type.
     """
 
     model: ModelShape
@@ -54,6 +55,8 @@ class Task:
     fused_attention: bool = True
     framework: str = "torch"
     compress: str = "none"
+    published: bool = False
+    script: str = "train.py"
 
     def __post_init__(self) -> None:
         if self.model.convolution is not None:
@@ -62,9 +65,7 @@ class Task:
     @property
     def batch_words(self) -> str:
         """The batch, for people."""
-        return f"{self.batch} samples" if self.model.convolution else f"{self.batch} x {self.sequence} tokens"
-
-    published: bool = False
+        return f"{self.batch} samples" if self.model.unit == "samples" else f"{self.batch} x {self.sequence} tokens"
 
     def check(self) -> None:
         """Refuse what can't be.

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["launch_line", "settings_of", "show_advice", "show_check", "show_fits", "shown"]
 
+_WIDE = 110
+"""Columns of a terminal that shows memory by kind."""
+
 
 def settings_of(advice: Advice, candidate: Candidate) -> dict[str, object]:
     """The settings that make a run like this candidate."""
@@ -48,7 +51,7 @@ def launch_line(advice: Advice, candidate: Candidate) -> str:
     if hardware.nodes > 1:
         words += ["--hostfile", "hosts"]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return shlex.join([*words, "train.py"])
+    return shlex.join([*words, advice.task.script])
 
 
 def show_advice(advice: Advice, console: Console) -> None:
@@ -58,22 +61,28 @@ def show_advice(advice: Advice, console: Console) -> None:
 
     console.print(_headline(advice.task))
     console.print(advice.hardware.describe())
+    rows, wide = shown(advice), console.width >= _WIDE
+    scale, unit = _unit(max(candidate.memory.total for candidate in rows))
+    moved, moved_unit = _unit(max(candidate.traffic.intra + candidate.traffic.inter for candidate in rows))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in (
-        "strategy",
-        "accumulate",
-        "memory GB",
-        "of states",
-        "activations",
-        "traffic GB",
-        "step s",
-        f"{advice.task.model.unit}/s",
-        "",
-    ):
-        table.add_column(name, justify="left" if name in ("strategy", "") else "right")
-    for candidate in shown(advice):
-        table.add_row(*_row(candidate, candidate is advice.recommended))
+    table.add_column("strategy", overflow="fold")
+    kinds = ("states", "activations") if wide else ()
+    for name in ("micro", f"memory {unit}", *kinds, f"traffic {moved_unit}", "step s", f"{advice.task.model.unit}/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for candidate in rows:
+        memory, traffic = candidate.memory, candidate.traffic
+        parts = (memory.states, memory.activations) if wide else ()
+        table.add_row(
+            ("* " if candidate is advice.recommended else "  ") + candidate.layout.describe(),
+            f"{candidate.accumulate} x {candidate.micro}",
+            *(f"{size / scale:,.1f}" for size in (memory.total, *parts)),
+            f"{(traffic.intra + traffic.inter) / moved:,.1f}",
+            *((f"{candidate.step.total:.2f}", f"{candidate.tokens_per_s:,.0f}") if candidate.fits else ("-", "-")),
+        )
     console.print(table)
+    for candidate in rows:
+        if not candidate.fits:
+            console.print(f"{candidate.layout.describe()} {candidate.reason}")
     left = len(advice.candidates) - len(shown(advice))
     if left > 0:
         console.print(f"{left} more that are slower, or don't fit (--json has all)")
@@ -128,22 +137,9 @@ def shown(advice: Advice) -> tuple[Candidate, ...]:
     return tuple(found.values())
 
 
-def _row(candidate: Candidate, chosen: bool) -> tuple[str, ...]:
-    memory, traffic = candidate.memory, candidate.traffic
-    name = ("* " if chosen else "  ") + candidate.layout.describe()
-    step = f"{candidate.step.total:.2f}" if candidate.fits else "-"
-    speed = f"{candidate.tokens_per_s:,.0f}" if candidate.fits else "-"
-    return (
-        name,
-        str(candidate.accumulate),
-        f"{memory.total / 1e9:.1f}",
-        f"{memory.states / 1e9:.1f}",
-        f"{memory.activations / 1e9:.1f}",
-        f"{(traffic.intra + traffic.inter) / 1e9:.1f}",
-        step,
-        speed,
-        candidate.reason if not candidate.fits else "",
-    )
+def _unit(largest: float) -> tuple[float, str]:
+    """A unit in which the largest of some sizes has digits before its point."""
+    return next(((scale, name) for scale, name in ((1e9, "GB"), (1e6, "MB")) if largest >= scale), (1e3, "KB"))
 
 
 def show_check(line: str, note: str, found: Sequence[Compared]) -> None:

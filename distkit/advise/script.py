@@ -147,4 +147,4 @@ def task_of(script: Script, hardware: Hardware, wishes: Mapping[str, Any]) -> tu
         "accumulate": config.batch.accumulate,
     }  # fmt: skip
     fields: dict[str, Any] = {name: mine.get(name) if value is None else value for name, value in wishes.items()}
-    return Task(seen.model, **fields), seen.note
+    return Task(seen.model, script=script.path, **fields), seen.note
