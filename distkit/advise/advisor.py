@@ -149,6 +149,7 @@ class Candidate:
             "tokens_per_s": round(self.tokens_per_s, 3),
             "samples_per_s": round(self.micro * self.accumulate * self.layout.data / self.step.total, 3),
             "reason": self.reason,
+            "memory_parts": [part.as_dict() for part in self.memory.parts],
         }
 
 

@@ -6,18 +6,23 @@ heads, l layers, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from distkit.advise.activations import activations_of
 from distkit.advise.engines import Engine
 from distkit.advise.hardware import catalogue
 from distkit.advise.layout import Layout
-from distkit.advise.models import ModelShape, SeenStep
+from distkit.advise.models import ModelShape
+from distkit.advise.parts import KINDS, Part
 from distkit.strategies.zero_config import reduce_bucket_size
 
-__all__ = ["KINDS", "OPTIMIZERS", "MemoryBytes", "StateSizes", "layer_activations", "memory_of", "state_sizes"]
+__all__ = ["KINDS", "OPTIMIZERS", "MemoryBytes", "Part", "StateSizes", "memory_of", "split_parameters", "state_sizes"]
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+ZERO = "arXiv 1910.02054, section 3 and figure 1"
+DEEPSPEED = "DeepSpeed 0.19.8; distkit's settings for it (strategies/zero_config.py)"
+FULLY_SHARD = "torch's fully_shard: a unit is gathered while the one before is computed with"
+AUTOCAST = "torch.autocast keeps its copies of weights for the backward"
 
 OPTIMIZERS: Mapping[str, int] = {
     "adamw": 2,
@@ -34,18 +39,6 @@ OPTIMIZERS: Mapping[str, int] = {
 }
 """Values that each keeps for a parameter."""
 
-FORMULAS: Mapping[str, str] = {
-    "parameters": "bytes a parameter x P / (t, and D where they are split)",
-    "gradients": "bytes a gradient x P / (t, and D where they are split); arXiv 1910.02054, section 3",
-    "optimizer": "(master copy + states) x P / (t, and D where they are split); arXiv 1910.02054, figure 1",
-    "activations": "l s b h (34 + 5 a s / h) for 16 bits, less where recomputed or split (arXiv 2205.05198, table 2), and logits 10 s b V / t",
-    "buffers": "gathered parameters and gradients of two layers, communication buckets, the framework's own",
-}
-
-_SELECTIVE = 22
-"""Of the 34 s b h bytes of a layer, what selective checkpointing keeps: its input and, in 16 bits, the results of the products
-(3 for queries, keys and values, 1 and 1 for attention and what follows it, 4 and 1 for the feed-forward part)."""
-
 
 @dataclass(frozen=True)
 class MemoryBytes:
@@ -60,6 +53,7 @@ class MemoryBytes:
         host_parameters: Parameters in host memory.
         host_gradients: Gradients there.
         host_optimizer: Optimizer states and master copies there.
+        parts: What these are the sums of.
     """
 
     parameters: float
@@ -70,6 +64,19 @@ class MemoryBytes:
     host_parameters: float = 0.0
     host_gradients: float = 0.0
     host_optimizer: float = 0.0
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> MemoryBytes:
+        """The sums of the parts that there are."""
+        there = tuple(part for part in parts if part.bytes)
+
+        def total(kind: str, on_host: bool) -> float:
+            return sum(part.bytes for part in there if (part.kind, part.on_host) == (kind, on_host))
+
+        device = {kind: total(kind, False) for kind in KINDS}
+        host = {f"host_{kind}": total(kind, True) for kind in ("parameters", "gradients", "optimizer")}
+        return cls(parts=there, **device, **host)
 
     @property
     def host(self) -> float:
@@ -124,38 +131,6 @@ def state_sizes(precision: str, optimizer: str, engine: Engine) -> StateSizes:
     return StateSizes(4, engine.gradient, 4 * states)
 
 
-def layer_activations(
-    sequence: int,
-    micro: float,
-    hidden: int,
-    heads: int,
-    *,
-    tensor: int = 1,
-    split_tokens: bool = False,
-    scores: bool = True,
-) -> float:
-    """Bytes that one transformer layer keeps for its backward, in 16 bits.
-
-    Args:
-        sequence: Tokens in a sequence.
-        micro: Sequences in a micro batch.
-        hidden: Width.
-        heads: Attention heads.
-        tensor: Ranks that share the layer.
-        split_tokens: Whether they share the tokens of norms and dropout too (sequence parallelism).
-        scores: Whether attention keeps its scores; fused kernels compute them again.
-
-    Source: arXiv 2205.05198, table 2.
-    """
-    attention = 5.0 * heads * sequence / hidden if scores else 0.0
-    unit = float(sequence) * micro * hidden
-    if split_tokens:
-        return unit * (34.0 + attention) / tensor
-    if tensor > 1:
-        return unit * (10.0 + 24.0 / tensor + attention / tensor)
-    return unit * (34.0 + attention)
-
-
 def memory_of(
     model: ModelShape,
     layout: Layout,
@@ -181,35 +156,114 @@ def memory_of(
         accumulate: Micro batches in a step.
         cpu: Whether the framework's own memory is left out.
     """
-    engine, ranks = layout.engine, layout.shard_ranks
-    sizes = state_sizes(precision, optimizer, engine)
+    sizes = state_sizes(precision, optimizer, layout.engine)
     mine = split_parameters(model, layout.tensor)
     trained = mine * model.trained_parameters / model.parameters
-    parameters = mine * sizes.parameter / (ranks if "parameters" in layout.shards else 1)
-    if engine.small_stay and "parameters" in layout.shards and ranks > 1:
-        parameters += sizes.parameter * min(mine, model.small_parameters(layout.tensor))
-    whole = engine.whole_in_windows and accumulate > 1
-    gradients = trained * sizes.gradient / (ranks if "gradients" in layout.shards and not whole else 1)
-    if engine.cuts_flat and "gradients" in layout.shards and "parameters" not in layout.shards:
-        gradients += sizes.gradient * _beyond_cuts(model, layout)
-    states = trained * sizes.optimizer / (ranks if "optimizer" in layout.shards else 1)
-    host = (0.0, 0.0, 0.0)
-    if layout.offload != "none":
-        part = trained * sizes.gradient / ranks
-        masters = trained * sizes.parameter / ranks if engine.master and precision == "fp32" else 0.0
-        host, states = (0.0, 0.0, states + masters), 0.0
-        if "gradients" in layout.shards:
-            host, gradients = (host[0], gradients, host[2]), 0.0
-        if engine.master and "parameters" not in layout.shards:  # copies on their way between host and device
-            host = (trained * sizes.parameter / ranks, host[1] + part, host[2])
-    if layout.offload == "params":
-        host, parameters = (host[0] + parameters, host[1], host[2]), 0.0
-    activations = _activations(model, layout, micro, sequence, precision, fused_attention)
-    buffers = _buffers(model, layout, sizes, trained) + _casts(model, layout, sizes)
+    kept = [
+        *_parameters(model, layout, sizes, mine),
+        *_gradients(model, layout, sizes, trained, accumulate),
+        *_states(layout, sizes, trained, optimizer, precision),
+    ]
+    moving = [
+        *activations_of(model, layout, micro, sequence, precision, fused_attention),
+        *_buffers(model, layout, sizes, mine, trained),
+    ]
+    return MemoryBytes.of([*_offloaded(kept, layout, sizes, trained, precision), *moving, *_own(moving, cpu)])
+
+
+def _parameters(model: ModelShape, layout: Layout, sizes: StateSizes, mine: float) -> Iterator[Part]:
+    split = "parameters" in layout.shards
+    ranks = layout.shard_ranks if split else 1
+    each = f"{sizes.parameter} bytes x P / t" + (" / D" if split else "")
+    yield Part("parameters", "parameters", mine * sizes.parameter / ranks, each, ZERO)
+    if split and layout.engine.small_stay and ranks > 1:
+        small = sizes.parameter * min(mine, model.small_parameters(layout.tensor))
+        yield Part("parameters", "small tensors, whole", small, f"{sizes.parameter} bytes an element", DEEPSPEED)
+
+
+def _gradients(model: ModelShape, layout: Layout, sizes: StateSizes, trained: float, accumulate: int) -> Iterator[Part]:
+    whole = layout.engine.whole_in_windows and accumulate > 1
+    split = "gradients" in layout.shards and not whole
+    each = f"{sizes.gradient} bytes x P / t" + (
+        " / D" if split else ", whole while micro batches are added" if whole else ""
+    )
+    size = trained * sizes.gradient / (layout.shard_ranks if split else 1)
+    yield Part("gradients", "gradients", size, each, ZERO)
+    if layout.engine.cuts_flat and split and "parameters" not in layout.shards:
+        beyond = sizes.gradient * _beyond_cuts(model, layout)
+        yield Part("gradients", "gradients that reach over a cut", beyond, "whole tensors at a part's ends", DEEPSPEED)
+
+
+def _states(layout: Layout, sizes: StateSizes, trained: float, optimizer: str, precision: str) -> Iterator[Part]:
+    split = "optimizer" in layout.shards
+    each, rank = (f"P / t{' / D' if split else ''}", trained / (layout.shard_ranks if split else 1))
+    values = OPTIMIZERS[optimizer]
+    states = values * (2 if precision == "bf16-pure" else 4)
+    yield Part("optimizer", "master weights", rank * (sizes.optimizer - states), f"4 bytes x {each}", ZERO)
+    yield Part("optimizer", "optimizer states", rank * states, f"{states} bytes x {each}: {values} values", ZERO)
+
+
+def _offloaded(
+    kept: Sequence[Part], layout: Layout, sizes: StateSizes, trained: float, precision: str
+) -> Iterator[Part]:
+    """What goes to the host, and what is there besides."""
+    if layout.offload == "none":
+        yield from kept
+        return
+    away = {"optimizer"} | ({"gradients"} & layout.shards) | ({"parameters"} if layout.offload == "params" else set())
+    yield from (replace(part, on_host=part.kind in away) for part in kept)
+    if not layout.engine.master:
+        return
+    each, part = "bytes x P / t / D", trained / layout.shard_ranks
+    if precision == "fp32":
+        yield Part("optimizer", "master weights", 4 * part, f"4 {each}", DEEPSPEED, on_host=True)
+    if "parameters" not in layout.shards:
+        size = sizes.parameter * part
+        yield Part(
+            "parameters", "updated weights on their way", size, f"{sizes.parameter} {each}", DEEPSPEED, on_host=True
+        )
+        size = sizes.gradient * part
+        yield Part("gradients", "gradients of the masters", size, f"{sizes.gradient} {each}", DEEPSPEED, on_host=True)
+
+
+def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes, mine: float, trained: float) -> Iterator[Part]:
+    """What an engine needs besides, while it works."""
+    engine, seen = layout.engine, model.seen
+    yield Part("buffers", "the model's buffers", 0.0 if seen is None else seen.buffers, "counted", "the model itself")
+    layer, outside = model.layer_parameters / layout.tensor, model.outside_parameters / layout.tensor
+    bucket = float(reduce_bucket_size(int(trained)))
+    if "parameters" in layout.shards:
+        gathered = sizes.compute * (2.0 * layer + outside)
+        how, source = f"{sizes.compute} bytes x (2 layers + what is in none)", FULLY_SHARD
+        reduced, what = sizes.gradient * max(layer, outside), f"{sizes.gradient} bytes x the largest unit"
+        if engine.kept:
+            gathered = sizes.compute * min(mine, engine.kept + engine.prefetched + max(layer, outside))
+            how, source = f"{sizes.compute} bytes x what is kept, gathered ahead, and the largest unit", DEEPSPEED
+            reduced, what = sizes.gradient * bucket, f"{sizes.gradient} bytes x reduce_bucket_size"
+        yield Part("buffers", "gathered parameters", gathered, how, source)
+        yield Part("buffers", "gradients on their way", reduced, what, source)
+        return
+    if "optimizer" in layout.shards:
+        count = 2 if "gradients" in layout.shards else 1  # overlap_comm fills one while the other travels
+        formula = f"{count} x {sizes.gradient} bytes x reduce_bucket_size"
+        yield Part("buffers", "gradients on their way", count * sizes.gradient * bucket, formula, DEEPSPEED)
+        return
+    if engine.copies_gradients:
+        yield Part(
+            "buffers", "gradients on their way", sizes.gradient * trained, f"{sizes.gradient} bytes x P", "distkit"
+        )
+    yield Part(
+        "buffers", "autocast's weights", _casts(model, sizes, layout), f"{sizes.compute} bytes x P / t", AUTOCAST
+    )
+
+
+def _own(moving: Sequence[Part], cpu: bool) -> Iterator[Part]:
     assumed = catalogue()["assumed"]
-    own = 0.0 if cpu else float(assumed["framework"]["bytes"])
-    own += 0.0 if cpu else float(assumed["fragmentation"]["value"]) * (activations + buffers)
-    return MemoryBytes(parameters, gradients, states, activations, buffers + own, *host)
+    if not cpu:
+        own, share = assumed["framework"], assumed["fragmentation"]
+        yield Part("buffers", "the framework's own", float(own["bytes"]), "assumed", own["source"])
+        lost = float(share["value"]) * sum(part.bytes for part in moving)
+        yield Part("buffers", "fragmentation", lost, f"{share['value']} x activations and buffers", share["source"])
 
 
 def _beyond_cuts(model: ModelShape, layout: Layout) -> float:
@@ -233,71 +287,10 @@ def split_parameters(model: ModelShape, tensor: int) -> float:
     return (model.parameters - whole) / tensor + whole
 
 
-def _activations(
-    model: ModelShape, layout: Layout, micro: float, sequence: int, precision: str, fused_attention: bool
-) -> float:
-    if model.seen is not None and model.seen.step is not None:
-        return micro * _seen_activations(model.seen.step, model, layout, precision)
-    width = 2.0 if precision == "fp32" else 1.0  # the formulas count 16-bit values
-    if model.convolution is not None:
-        kept = micro * model.convolution.kept(round(2 * width))
-        return kept if layout.recompute == "none" else kept / 3  # of a bottleneck block its input: 4 of 12 parts
-    one = width * layer_activations(
-        sequence, micro, model.hidden, model.heads, tensor=layout.tensor, scores=not fused_attention
-    )
-    if layout.recompute == "full":
-        kept = width * 2.0 * sequence * micro * model.hidden
-        layers = model.layers * kept + one
-    elif layout.recompute == "selective":
-        layers = model.layers * one * _SELECTIVE / 34 + one
-    else:
-        layers = model.layers * one
-    logits = 10.0 * width * sequence * micro * model.vocabulary / layout.tensor  # 16 bits, fp32 softmax, its gradient
-    if layout.strategy == "dp":
-        logits *= layout.data  # the first device gathers the outputs of all
-    return layers + logits
-
-
-def _seen_activations(step: SeenStep, model: ModelShape, layout: Layout, precision: str) -> float:
-    """Of one sample; a tensor group splits what arXiv 2205.05198 says it splits (24 of 34 parts), and the logits."""
-    assert model.seen is not None
-    blocks = {
-        "none": step.in_blocks,
-        "selective": step.in_blocks * _SELECTIVE / 34 + step.largest_block,
-        "full": step.block_inputs + step.largest_block,
-    }[layout.recompute]
-    share = (10 + 24 / layout.tensor) / 34
-    outside = (step.saved - step.in_blocks) / layout.tensor
-    width = (1 if precision != "fp32" else 2) / (1 if model.seen.precision != "fp32" else 2)
-    return width * (share * blocks + outside)
-
-
-def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes, trained: float) -> float:
-    engine, mine = layout.engine, split_parameters(model, layout.tensor)
-    own = 0.0 if model.seen is None else float(model.seen.buffers)
-    layer, outside = model.layer_parameters / layout.tensor, model.outside_parameters / layout.tensor
-    if "parameters" in layout.shards:
-        if engine.kept:
-            gathered = min(mine, engine.kept + engine.prefetched + max(layer, outside))
-            return own + sizes.compute * gathered + sizes.gradient * _bucket(trained)
-        return own + sizes.compute * (2.0 * layer + outside) + sizes.gradient * max(layer, outside)
-    if "optimizer" in layout.shards:
-        return own + sizes.gradient * _bucket(trained) * (2 if "gradients" in layout.shards else 1)
-    return own + (sizes.gradient * trained if engine.copies_gradients else 0.0)
-
-
-def _casts(model: ModelShape, layout: Layout, sizes: StateSizes) -> float:
-    """Parameters that autocast makes in 16 bits for a forward, which the backward wants again.
-
-    Engines that keep or gather parameters in 16 bits need none.
-    """
-    if sizes.compute == sizes.parameter or layout.engine.master or "parameters" in layout.shards:
+def _casts(model: ModelShape, sizes: StateSizes, layout: Layout) -> float:
+    """Parameters that autocast makes in 16 bits for a forward, which the backward wants again."""
+    if sizes.compute == sizes.parameter:
         return 0.0
     if model.seen is not None and model.seen.step is not None and model.seen.precision != "fp32":
         return model.seen.step.casts / layout.tensor
     return sizes.compute * split_parameters(model, layout.tensor)
-
-
-def _bucket(trained: float) -> float:
-    """Elements that DeepSpeed reduces at a time, as distkit sets it."""
-    return reduce_bucket_size(int(trained))

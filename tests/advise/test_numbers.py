@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from distkit.advise.activations import layer_activations
 from distkit.advise.advisor import Advice, Candidate, Task, advise
 from distkit.advise.engines import ENGINES
 from distkit.advise.hardware import parse_hardware, parse_speed
 from distkit.advise.layout import Layout, layouts
-from distkit.advise.memory import layer_activations, memory_of, state_sizes
+from distkit.advise.memory import memory_of, state_sizes
 from distkit.advise.models import FAMILIES, model_of_size
 from distkit.advise.traffic import collectives_of
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from distkit.advise.activations import layer_activations
 from distkit.advise.building import model_built_by
 from distkit.advise.checking import Compared, check_script
 from distkit.advise.here import this_machine
-from distkit.advise.memory import layer_activations
 from distkit.advise.script import Script, look_at
 from distkit.cli import app
 from distkit.errors import DistkitError, LaunchError, PlanError, UsageError
