@@ -74,9 +74,9 @@ def test_13b_with_what_is_assumed() -> None:
 
 
 def test_a_closed_form_is_quick() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     advise(Task(model_of_size(13_000_000_000), batch=256), GUIDE_13B)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 # -- data parallelism ---------------------------------------------------------------------------------------------------
