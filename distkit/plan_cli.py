@@ -15,7 +15,8 @@ import typer
 from distkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from distkit.advise.advisor import Task
+    from distkit.advise.advisor import Advice, Task
+    from distkit.advise.exact_report import Comparison
     from distkit.advise.hardware import Hardware
     from distkit.advise.script import Script
 
@@ -92,6 +93,12 @@ def plan(
     fit: Annotated[
         bool, typer.Option("--fit", help="Only memory: the largest micro batch here, and the fewest nodes.")
     ] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Also run what is recommended on tensors without data, and show what it really allocates."
+        ),
+    ] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures, too.")
     ] = None,
@@ -128,6 +135,7 @@ def plan(
       distkit plan --hardware 2x8xA100-80G train.py --size large
       distkit plan --here train.py
       distkit plan --check -s zero3 --nproc 2 train.py
+      distkit plan --model llama-13b --hardware 4x8xA100-80G --accumulate 4 --exact
       distkit plan --layout --set parallel.tensor=4 train.py
     """
     chosen = [*(overrides or []), *([] if strategy is None else [f"strategy={json.dumps(strategy)}"])]
@@ -135,6 +143,10 @@ def plan(
         raise UsageError("--params and --model plan without a script", hint="leave the script out, or them")
     if params is not None and model is not None:
         raise UsageError("--params and --model were set, and each says how large the model is", hint="leave one out")
+    if exact and (fit or check or layout):
+        raise UsageError(
+            "--exact runs what a plan recommends, and nothing else", hint="leave --fit, --check and --layout out"
+        )
     if (check or layout) and script is None:
         raise UsageError(
             f"--{'check' if check else 'layout'} wants a script",
@@ -154,7 +166,7 @@ def plan(
         "recompute": recompute, "fused_attention": not keeps_scores, "framework": framework, "compress": compress,
     }  # fmt: skip
     task, hard = _task(code, params, model, wishes, where)
-    _advise(task, hard, calibrate, html, fit, as_json)
+    _advise(task, hard, calibrate, html, fit, as_json, exact)
 
 
 @dataclass(frozen=True)
@@ -229,7 +241,13 @@ def _task(
 
 
 def _advise(
-    task: Task, hardware: Hardware, calibrate: Path | None, html: Path | None, fit: bool, as_json: bool
+    task: Task,
+    hardware: Hardware,
+    calibrate: Path | None,
+    html: Path | None,
+    fit: bool,
+    as_json: bool,
+    exact: bool,
 ) -> None:
     """Every strategy for a model on some hardware."""
     from distkit.advise.advisor import advise
@@ -241,19 +259,37 @@ def _advise(
         _fit(task, hardware, as_json)
         return
     found = advise(task, hardware, shares)
+    compared = _exact(found) if exact else []
     if html is not None:
         from distkit.advise.page import page_of
 
         try:
-            html.write_text(page_of(found), encoding="utf-8")
+            html.write_text(page_of(found, compared), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--html {html} can't be written: {error.strerror}", hint="--html plan.html") from error
     if as_json:
-        sys.stdout.write(json.dumps(found.as_dict(), indent=2) + "\n")
+        answer = found.as_dict()
+        for one in compared:
+            answer["candidates"][found.candidates.index(one.candidate)]["exact"] = one.as_dict()
+        sys.stdout.write(json.dumps(answer, indent=2) + "\n")
         return
     from rich.console import Console
 
     show_advice(found, Console())
+    if compared:
+        from distkit.advise.exact_report import show_exact
+
+        show_exact(compared, Console())
+
+
+def _exact(found: Advice) -> list[Comparison]:
+    from rich.console import Console
+
+    from distkit.advise.exact import exact_of_advice
+    from distkit.advise.exact_report import compare
+
+    with Console(stderr=True).status("") as status:
+        return compare(found.task, exact_of_advice(found, status.update))
 
 
 def _fit(task: Task, hardware: Hardware, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from distkit.advise.advisor import Advice, Candidate, advise
+from distkit.advise.exact_report import Comparison
 from distkit.advise.report import launch_line, settings_of, shown
 from distkit.errors import PlanError
 
@@ -17,11 +18,12 @@ _COLOURS = ("#3b6fd4", "#7fa8f0", "#f0a23b", "#5aa469", "#b9bec8")
 _LEFT, _WIDTH, _ROW = 240.0, 560.0, 24
 
 
-def page_of(advice: Advice) -> str:
+def page_of(advice: Advice, compared: Sequence[Comparison] = ()) -> str:
     """The page's text.
 
     Args:
         advice: What was worked out.
+        compared: What runs on tensors without data showed.
     """
     import jinja2
 
@@ -39,6 +41,7 @@ def page_of(advice: Advice) -> str:
         rows=[_row(candidate, candidate is chosen) for candidate in advice.candidates],
         config=None if chosen is None else _config(settings_of(advice, chosen)),
         line="" if chosen is None else launch_line(advice, chosen),
+        exact=[(one.candidate.layout.describe(), one.rows(), one.verdict(), one.exact.method) for one in compared],
         rules=advice.rules,
         assumptions=list(advice.assumptions.items()),
     )

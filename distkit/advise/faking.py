@@ -1,0 +1,360 @@
+"""Running one rank of many without the others, the devices or the memory: a process group that only pretends, and tensors
+without data.
+
+All private names of torch and DeepSpeed that this takes are in this file. They were read in torch 2.13.0 and DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distkit.advise.allocations import Allocations
+from distkit.errors import PlanError
+
+__all__ = ["Call", "Watch", "fake_ranks", "fake_tensors", "watching"]
+
+DDP_BUCKET = 25 * 2**20
+"""Bytes from which on DDP closes a bucket, unless it is told otherwise."""
+
+
+def _private(module: str, name: str) -> Any:
+    """A name that torch doesn't promise.
+
+    Raises:
+        PlanError: This version doesn't have it.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(
+            f"--exact runs the model on tensors without data, for which torch {torch.__version__} lacks {module}.{name}",
+            hint="pip install 'torch>=2.6'   or leave --exact out",
+        ) from error
+
+
+# -- ranks and tensors that only pretend --------------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """This process is rank 0 of so many, of which the others don't exist: collectives end at once and change nothing.
+
+    Groups that are made meanwhile are like that too, whatever back end they ask for.
+    """
+    store = _private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    dist.init_process_group("fake", rank=0, world_size=size, store=store)
+    make = dist.new_group
+
+    def new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    try:
+        with _replaced((dist, "new_group", new_group)):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made here have shapes and no data, and engines don't look for it."""
+    mode = _private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+    with _replaced(
+        (nn.Module, "_apply", _convert),
+        # Compares shapes between ranks, through the memory of tensors.
+        (importlib.import_module("torch.nn.parallel.distributed"), "_verify_param_shape_across_processes", _nothing),
+        *_ddp(),
+        *_deepspeed(),
+    ), mode:  # fmt: skip
+        yield
+
+
+@contextmanager
+def _replaced(*names: tuple[Any, str, Any]) -> Iterator[None]:
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
+    try:
+        for owner, name, value in names:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """``Module._apply`` in place: torch's own would swap fake parameters, which it can't once someone refers to them."""
+    for part in module.modules() if recurse else [module]:
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                with torch.no_grad():
+                    applied = function(parameter)
+                    if applied is not parameter:
+                        parameter.data = applied
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else function(buffer)
+    return module
+
+
+def _ddp() -> list[tuple[Any, str, Any]]:
+    """DDP's reducer reduces by a hook in Python, and gets its final buckets at once.
+
+    It would begin with one bucket, and lay them out anew after a backward, for which it reads the order in which gradients
+    came out of a tensor (reducer.cpp, rebuild_buckets). That order is the reverse of registration here.
+    """
+    from distkit.strategies.passthrough import OpenDDP
+
+    by_size = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def assign(parameters: list[torch.Tensor], limits: list[int], sparse: list[bool]) -> tuple[Any, Any]:
+        order = range(len(parameters) - 1, -1, -1)
+        sizes = [dist._DEFAULT_FIRST_BUCKET_BYTES, DDP_BUCKET]  # type: ignore[attr-defined]
+        buckets, caps = by_size([parameters[i] for i in order], sizes, [sparse[i] for i in order])
+        return [[order[i] for i in bucket] for bucket in buckets][::-1], caps[::-1]  # DDP turns them round
+
+    class FixedReducer:
+        def __init__(self, reducer: Any) -> None:
+            self._reducer = reducer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._reducer, name)
+
+        def _rebuild_buckets(self) -> bool:
+            return False
+
+    def average(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer()
+        dist.all_reduce(whole, group=group)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(whole.div_(group.size()))
+        return done
+
+    # DDP looks for the classes themselves, not for their names.
+    average.__annotations__.update(
+        {"bucket": torch._C._distributed_c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    )
+
+    def settle(model: Any) -> None:
+        model.register_comm_hook(model.process_group, average)
+        model.reducer = FixedReducer(model.reducer)
+
+    return [(OpenDDP, "settle_buckets", settle), (dist, "_compute_bucket_assignment_by_size", assign)]
+
+
+def _deepspeed() -> list[tuple[Any, str, Any]]:
+    """Stage 3 compares its modules between ranks, and here the others answer nothing."""
+    import sys
+
+    name = "assert_ints_same_as_other_ranks"
+    found = [
+        sys.modules.get(f"deepspeed.runtime.zero.{module}")
+        for module in ("utils", "partitioned_param_coordinator", "parameter_offload", "stage3", "partition_parameters")
+    ]
+    return [(module, name, _nothing) for module in found if hasattr(module, name)]
+
+
+# -- looking on ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective.
+
+    Args:
+        what: ``all_reduce``, ``all_gather``, ``reduce_scatter``, or another's name.
+        ranks: The group's.
+        message: Bytes of the whole tensor.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    message: int
+
+
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+}
+"""By the operators of torch's ``c10d`` library."""
+
+_GATHERING = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
+"""fully_shard's operators (``torch.ops.fsdp``), whose arguments are gathered weights and whole gradients."""
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Let it see every operation and every change of a storage's size."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        watch.resized(storage)
+        return result
+
+    with _replaced((torch.UntypedStorage, "resize_", resize), *_gathered_by_deepspeed(watch)), watch.mode():
+        yield
+
+
+def _gathered_by_deepspeed(watch: Watch) -> list[tuple[Any, str, Any]]:
+    """Stage 3 puts gathered weights together in memory that no collective has seen."""
+    import sys
+
+    module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if module is None:
+        return []
+    original = module.AllGatherCoalescedHandle.wait
+
+    def wait(handle: Any, *args: Any, **kwargs: Any) -> None:
+        original(handle, *args, **kwargs)
+        watch.allocations.is_buffer(watch.piece(parameter) for parameter in handle.params)
+
+    return [(module.AllGatherCoalescedHandle, "wait", wait)]
+
+
+class Watch:
+    """Notes what is allocated, and which collectives are called; on fake tensors and on real ones.
+
+    Args:
+        allocations: Where memory is noted.
+    """
+
+    def __init__(self, allocations: Allocations) -> None:
+        self.allocations = allocations
+        self.calls: list[Call] = []
+        self.quiet_groups: set[str] = set()
+        """Groups whose messages are activations, and no buffers: tensor groups."""
+        self.stepping = False
+        """Whether the optimizer steps; what it needs for that is a buffer."""
+        self._pieces: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._count = 0
+
+    def mode(self) -> Any:
+        """What sees operations while it is open."""
+        base = _private("torch.utils._python_dispatch", "TorchDispatchMode")
+        current = _private("torch._guards", "active_fake_mode")
+        dtensor = _private("torch.distributed.tensor", "DTensor")
+        watch, at_start = self, current()
+
+        class Mode(base):  # type: ignore[misc, valid-type]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if any(issubclass(kind, dtensor) for kind in types):
+                    return NotImplemented  # it comes back with the local tensors
+                if at_start is not None and func is torch.ops.aten._local_scalar_dense.default:
+                    return _value(func, args)
+                result = func(*args, **(kwargs or {}))
+                if current() is at_start:  # else DTensor tries out which shape something would have
+                    watch.saw(func, args, kwargs or {}, result)
+                return result
+
+        return Mode()
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """An operation is done."""
+        made = [self.piece(tensor) for tensor in _tensors(result)]
+        if self.stepping:
+            self.allocations.is_buffer(made)
+        if func.namespace == "c10d":
+            self._saw_collective(func, args)
+        elif func.namespace == "fsdp":
+            if func._schema.name.partition("::")[2] in _GATHERING:
+                self.allocations.is_buffer(self.piece(t) for t in _tensors((args, dict(kwargs))))
+        elif func is torch.ops.aten._to_copy.default and self.allocations.is_parameter(self.piece(args[0])):
+            self.allocations.is_buffer(made)  # weights as they are computed with
+
+    def _saw_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        group = next((_group(value) for value in args if isinstance(value, torch.ScriptObject) and _group(value)), None)
+        sizes = [sum(t.numel() * t.element_size() for t in _tensors(value)) for value in args]
+        name = func._schema.name.partition("::")[2]
+        if group is None or not any(sizes):
+            return  # a barrier
+        self.calls.append(Call(_NAMES.get(name, name), tuple(dist.get_process_group_ranks(group)), max(sizes)))
+        if group.group_name not in self.quiet_groups:
+            self.allocations.is_buffer(self.piece(t) for t in _tensors(args))
+
+    def note_state(self, tensors: Mapping[str, list[torch.Tensor]]) -> None:
+        """Say what the state is.
+
+        Args:
+            tensors: By kind, as a strategy's ``state_tensors`` gives them.
+        """
+        for kind in ("parameters", "gradients", "optimizer"):
+            held = [tensor for tensor in tensors.get(kind, ()) if _local(tensor).untyped_storage().nbytes()]
+            self.allocations.is_state(map(self.piece, held), kind)
+
+    def piece(self, tensor: torch.Tensor) -> int:
+        """The number of the memory behind a tensor; of a DTensor, behind this rank's part."""
+        tensor = _local(tensor)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._pieces.get(key)
+        if known is not None:
+            return known[0]
+        self._count += 1
+        number = self._count
+
+        def freed(_: Any) -> None:
+            self._pieces.pop(key, None)
+            self.allocations.changed(number, 0)
+
+        self._pieces[key] = number, weakref.ref(storage, freed)
+        if tensor.device.type != "meta":
+            self.allocations.changed(number, storage.nbytes())
+        return number
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Its size has changed."""
+        known = self._pieces.get(storage._cdata)
+        if known is not None:
+            self.allocations.changed(known[0], storage.nbytes())
+
+
+def _value(func: Any, args: tuple[Any, ...]) -> Any:
+    """What a fake number is when a program asks: nobody is out of range, and every count is 0."""
+    unknown = _private("torch._subclasses.fake_tensor", "DataDependentOutputException")
+    try:
+        return func(*args)
+    except unknown:
+        dtype = args[0].dtype
+        return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _group(value: Any) -> Any:
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except RuntimeError:  # a ReduceOp
+        return None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, without an operation."""
+    return getattr(tensor, "_local_tensor", tensor)
