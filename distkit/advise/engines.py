@@ -21,6 +21,7 @@ class Engine:
         outside_stays: Whether what belongs to no block is gathered once for forward and backward.
         small_stay: Whether small tensors stay whole on every rank, where parameters are split.
         whole_in_windows: Whether gradients are whole on every rank while micro batches are accumulated.
+        twice_in_windows: Whether there are whole gradients beside the buckets while micro batches are accumulated.
         copies_gradients: Whether gradients travel in buffers beside the gradients themselves.
         cuts_flat: Whether what is split is cut out of all parameters in a row; a gradient that is cut is kept whole by both.
     """
@@ -33,6 +34,7 @@ class Engine:
     outside_stays: bool = False
     small_stay: bool = False
     whole_in_windows: bool = False
+    twice_in_windows: bool = False
     copies_gradients: bool = False
     cuts_flat: bool = False
 
@@ -41,6 +43,8 @@ ENGINES = {
     # torch: fully_shard gathers a unit, and frees it after forward; the outermost one stays (its reshard_after_forward).
     # Between the micro batches of a window nothing is reduced (set_requires_gradient_sync).
     "torch": Engine(outside_stays=True, whole_in_windows=True),
+    # torch's DDP: gradients are views of its buckets, but those of micro batches that aren't exchanged are tensors of their own.
+    "ddp": Engine(twice_in_windows=True),
     # distkit: buckets are filled anew for each exchange (strategies/horovod_gradients.py).
     "horovod": Engine(copies_gradients=True),
     # DeepSpeed 0.19.8: stages 1 and 2 all-reduce buckets of several ranks' partitions (use_multi_rank_bucket_allreduce).

@@ -277,7 +277,7 @@ def _placed(kinds: Mapping[str, int], layout: Layout) -> MemoryBytes:
     if layout.offload == "params":
         away["parameters"] = here["parameters"]
     here.update({kind: here[kind] - size for kind, size in away.items()})
-    return MemoryBytes(**here, **{f"host_{kind}": size for kind, size in away.items()})
+    return MemoryBytes(parts=(), **here, **{f"host_{kind}": size for kind, size in away.items()})
 
 
 def of_step(seen: Seen, accumulate: int) -> tuple[Called, ...]:

@@ -46,8 +46,7 @@ class Layout:
         """Who keeps the states, and how."""
         if self.published and "zero" in self.strategy:
             return ENGINES["published"]
-        kind = "deepspeed" if "zero" in self.strategy else "horovod" if self.strategy == "horovod" else "torch"
-        return ENGINES[kind]
+        return ENGINES["deepspeed"] if "zero" in self.strategy else ENGINES.get(self.strategy, ENGINES["torch"])
 
     @property
     def also(self) -> str | None:

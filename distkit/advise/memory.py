@@ -189,6 +189,8 @@ def _gradients(model: ModelShape, layout: Layout, sizes: StateSizes, trained: fl
     )
     size = trained * sizes.gradient / (layout.shard_ranks if split else 1)
     yield Part("gradients", "gradients", size, each, ZERO)
+    if layout.engine.twice_in_windows and accumulate > 1 and layout.data > 1:
+        yield Part("buffers", "buckets beside the gradients", size, each, "torch's DistributedDataParallel under no_sync")
     if layout.engine.cuts_flat and split and "parameters" not in layout.shards:
         beyond = sizes.gradient * _beyond_cuts(model, layout)
         yield Part("gradients", "gradients that reach over a cut", beyond, "whole tensors at a part's ends", DEEPSPEED)

@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero1": ("strategy=zero1",),
     "zero2": ("strategy=zero2",),
     "zero3": ("strategy=zero3",),
+    "ddp+accumulate": ("strategy=ddp", "batch.accumulate=2"),
+    "horovod+accumulate": ("strategy=horovod", "batch.accumulate=2"),
     "fsdp+accumulate": ("strategy=fsdp", "batch.accumulate=2"),
     "zero1+accumulate": ("strategy=zero1", "batch.accumulate=2"),
     "zero2+accumulate": ("strategy=zero2", "batch.accumulate=2"),
