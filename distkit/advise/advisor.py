@@ -23,6 +23,9 @@ __all__ = ["Advice", "Candidate", "Task", "advise"]
 _AS_FAST = 1.1
 """A simpler way that takes at most so much longer is taken."""
 
+_TOO_SHORT = 1e-3
+"""Seconds that don't count: below that, steps take what Python and the start of kernels take, which isn't worked out."""
+
 _PRECISIONS = ("fp32", "bf16", "fp16", "bf16-pure")
 
 
@@ -358,7 +361,7 @@ def _choose(found: Sequence[Candidate], held: Sequence[Rule]) -> Candidate | Non
     least = min(_last_resort(c) for c in fit)
     fit = [c for c in fit if _last_resort(c) == least]
     fastest = min(c.step.total for c in fit)
-    near = [c for c in fit if c.step.total <= fastest * _AS_FAST]
+    near = [c for c in fit if c.step.total <= max(fastest * _AS_FAST, fastest + _TOO_SHORT)]
     grouped = any(rule.when.get("tensor") for rule in held)  # a rule that calls for tensor groups
     preferred = [name for rule in held for name in rule.prefer]
     order = {name: place for place, name in reversed(list(enumerate(preferred)))}

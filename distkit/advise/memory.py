@@ -190,7 +190,9 @@ def _gradients(model: ModelShape, layout: Layout, sizes: StateSizes, trained: fl
     size = trained * sizes.gradient / (layout.shard_ranks if split else 1)
     yield Part("gradients", "gradients", size, each, ZERO)
     if layout.engine.twice_in_windows and accumulate > 1 and layout.data > 1:
-        yield Part("buffers", "buckets beside the gradients", size, each, "torch's DistributedDataParallel under no_sync")
+        yield Part(
+            "buffers", "buckets beside the gradients", size, each, "torch's DistributedDataParallel under no_sync"
+        )
     if layout.engine.cuts_flat and split and "parameters" not in layout.shards:
         beyond = sizes.gradient * _beyond_cuts(model, layout)
         yield Part("gradients", "gradients that reach over a cut", beyond, "whole tensors at a part's ends", DEEPSPEED)
@@ -272,15 +274,15 @@ def _beyond_cuts(model: ModelShape, layout: Layout) -> float:
     """Elements of gradients that reach into other ranks' parts, of the rank with the most of its own and these."""
     if model.seen is None or not model.seen.groups:
         return 0.0
-    totals = [0.0] * layout.shard_ranks
+    totals = [0] * layout.shard_ranks
     for sizes in model.seen.groups:
         part = -(-sum(sizes) // layout.shard_ranks)
         end = 0
         for size in sizes:
             begin, end = end, end + size
             for rank in range(begin // part, (end - 1) // part + 1):
-                totals[rank] += size / layout.tensor
-    return max(totals) - sum(map(sum, model.seen.groups)) / layout.tensor / layout.shard_ranks
+                totals[rank] += size
+    return max(totals) - sum(map(sum, model.seen.groups)) / layout.shard_ranks
 
 
 def split_parameters(model: ModelShape, tensor: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ __all__ = [
     "model_of_size",
     "parse_parameters",
 ]
+
+SMALL = 100_000
+"""Elements of a tensor that DeepSpeed's stage 3 keeps whole on every rank, at most (``stage3_param_persistence_threshold``)."""
 
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -63,9 +66,10 @@ class SeenModel:
         tensor_split: Parameters that a tensor group splits; None where nobody looked.
         tensor_small: Parameters of a rank of a tensor group in small tensors.
         tensor_rows: All-reduces of activations in one direction, over a tensor group.
+        tensor_columns: Layers whose outputs are split over it.
         step: None where the script's step couldn't be run without values.
         of_samples: Whether what goes in isn't tokens.
-        groups: Sizes of the trained parameters, by the optimizer's groups and in their order; empty where it isn't known.
+        groups: Sizes of a rank's trained parameters, by the optimizer's groups and in their order; empty where it isn't known.
     """
 
     trained: int
@@ -76,6 +80,7 @@ class SeenModel:
     tensor_split: int | None = None
     tensor_small: int | None = None
     tensor_rows: int | None = None
+    tensor_columns: int | None = None
     step: SeenStep | None = None
     of_samples: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
@@ -158,13 +163,21 @@ class ModelShape:
             return self.parameters - self.seen.tensor_split
         return self.layers * 4 * self.hidden
 
-    def tensor_reductions(self, tensor: int) -> int:
-        """All-reduces of activations in a forward and a backward: two a layer and for the vocabulary, each way."""
+    def tensor_reductions(self, tensor: int, *, shared: bool = True) -> int:
+        """All-reduces of activations in a forward and a backward: two a layer and one for the vocabulary, each way.
+
+        Args:
+            tensor: Ranks of a tensor group.
+            shared: Whether layers that are given the same tensor sum its gradient once, and not each for itself.
+        """
         if tensor == 1:
             return 0
-        if self.seen is not None and self.seen.tensor_rows is not None:
-            return 2 * self.seen.tensor_rows
-        return 4 * self.layers + 2
+        seen = self.seen
+        rows = 2 * self.layers + 1 if seen is None or seen.tensor_rows is None else seen.tensor_rows
+        columns = (5 if self.gated else 2) * self.layers + 1
+        if seen is not None and seen.tensor_columns is not None:
+            columns = seen.tensor_columns
+        return 2 * rows if shared else rows + columns
 
     @property
     def _norms_and_biases(self) -> int:
@@ -264,23 +277,29 @@ def model_of_facts(facts: Mapping[str, Any], precision: str) -> ModelShape:
     """
     blocks, step, tensor = facts["blocks"], facts.get("step"), facts.get("tensor")
     layers = max(1, len(blocks))
+    sizes = facts["sizes"] if tensor is None else tensor["sizes"]
     seen = SeenModel(
         trained=facts["trained"],
         outside=facts["parameters"] - sum(blocks) if blocks else 0,
-        small=facts["small"],
+        small=_small(facts["sizes"]),
         buffers=facts["buffers"],
         precision=precision,
         tensor_split=None if tensor is None else tensor["split"],
-        tensor_small=None if tensor is None else tensor["small"],
+        tensor_small=None if tensor is None else _small(tensor["sizes"]),
+        tensor_columns=None if tensor is None else tensor["columns"],
         tensor_rows=None if tensor is None else tensor["rows"] + tensor["vocabulary"],
         step=None if not step or not step["samples"] else _seen_step(step),
-        groups=tuple(tuple(sizes) for sizes in facts.get("groups", ())),
+        groups=tuple(tuple(sizes[place] for place in places) for places in facts.get("groups", ())),
         of_samples=step is not None and not step["tokens"],
     )
     return ModelShape(
         facts["name"], facts["parameters"], layers, facts["hidden"], facts["heads"], facts["kv_heads"],
         facts["feed_forward"], False, facts["vocabulary"], False, seen=seen,
     )  # fmt: skip
+
+
+def _small(sizes: Sequence[int]) -> int:
+    return sum(size for size in sizes if size <= SMALL)
 
 
 def _seen_step(step: Mapping[str, Any]) -> SeenStep:

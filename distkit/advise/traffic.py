@@ -113,10 +113,12 @@ def collectives_of(
     found: list[Collective] = []
     if layout.data > 1:
         found += _data_parallel(model, layout, group, sizes, accumulate, compress)
-    passes = model.tensor_reductions(layout.tensor)
+    # DeepSpeed's stage 3 passes each layer's input through a function of its own.
+    shared = not (layout.engine.kept and "parameters" in layout.shards)
+    passes = model.tensor_reductions(layout.tensor, shared=shared)
     if passes:
         # Of a block that is computed again only the last all-reduce isn't wanted.
-        passes += passes // 4 if layout.recompute != "none" else 0
+        passes += model.layers if layout.recompute != "none" else 0
         value = 4.0 if precision == "fp32" else 2.0
         message = value * sequence * micro * model.hidden
         found.append(

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ProfilePreview", "StepCounter", "model_facts", "on_meta", "step_on_tokens"]
 
-SMALL = 100_000
-"""Tensors with at most so many elements count as small: DeepSpeed's stage 3 keeps them whole on every rank
-(``stage3_param_persistence_threshold``)."""
-
 
 class ProfilePreview(SingleStrategy):
     """One process, up to the first backward.
@@ -70,8 +66,9 @@ class ProfilePreview(SingleStrategy):
                 self._facts = model_facts(model)
                 if optimizers:
                     self._facts["optimizer"] = type(optimizers[0]).__name__.lower()
+                    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
                     groups = (group["params"] for group in optimizers[0].param_groups)
-                    self._facts["groups"] = [[p.numel() for p in group if p.requires_grad] for group in groups]
+                    self._facts["groups"] = [[places[id(p)] for p in group if p.requires_grad] for group in groups]
                 self._facts |= self._batch()
                 if self.config.parallel.tensor > 1:
                     self._facts["tensor"] = _tensor_facts(model, self.config, self.example_loader)
@@ -105,9 +102,9 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     """What a plan has to know of a model: sizes only.
 
     Returns:
-        JSON values: ``name``, ``parameters`` and ``trained`` (numbers of elements), ``blocks`` (of each repeated block),
-        ``small`` (in tensors of at most :data:`SMALL` elements), ``buffers`` (bytes), ``hidden``, ``heads``,
-        ``kv_heads``, ``feed_forward``, ``vocabulary``.
+        JSON values: ``name``, ``parameters`` and ``trained`` (numbers of elements), ``sizes`` (of each parameter), ``blocks``
+        (of each repeated block), ``buffers`` (bytes), ``hidden``, ``heads``, ``kv_heads``, ``feed_forward``,
+        ``vocabulary``.
     """
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -126,7 +123,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in parameters),
         "trained": sum(p.numel() for p in trained),
         "blocks": blocks,
-        "small": sum(p.numel() for p in parameters if p.numel() <= SMALL),
+        "sizes": [p.numel() for p in parameters],
         "buffers": sum(b.numel() * b.element_size() for b in model.buffers()),
         "hidden": hidden,
         "heads": heads,
@@ -159,7 +156,7 @@ def _heads(model: nn.Module) -> tuple[int, int]:
     return 1, 1
 
 
-def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, int]:
+def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, Any]:
     """How a tensor group of the size that is set would split the model; needs values, which are drawn anew."""
     from distkit.strategies.tensor_parallel.detect import detect, random_twin
     from distkit.strategies.tensor_parallel.example import find_run
@@ -182,7 +179,8 @@ def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, in
     return {
         "size": size,
         "split": sum(split.values()),
-        "small": sum(numel for numel in mine if numel <= SMALL),
+        "sizes": mine,
+        "columns": styles["column"],
         "rows": styles["row"],
         "vocabulary": styles["vocabulary"],
     }
