@@ -15,7 +15,7 @@ from distkit.errors import PlanError
 __all__ = ["page_of"]
 
 _COLOURS = ("#3b6fd4", "#7fa8f0", "#f0a23b", "#5aa469", "#b9bec8")
-_LEFT, _WIDTH, _ROW = 240.0, 560.0, 24
+_LEFT, _WIDTH, _ROW = 290.0, 510.0, 24
 
 
 def page_of(advice: Advice, compared: Sequence[Comparison] = ()) -> str:
@@ -42,6 +42,7 @@ def page_of(advice: Advice, compared: Sequence[Comparison] = ()) -> str:
         config=None if chosen is None else _config(settings_of(advice, chosen)),
         line="" if chosen is None else launch_line(advice, chosen),
         exact=[(one.candidate.layout.describe(), one.rows(), one.verdict(), one.exact.method) for one in compared],
+        parts=[] if chosen is None else [part.as_dict() for part in chosen.memory.parts],
         rules=advice.rules,
         assumptions=list(advice.assumptions.items()),
     )
