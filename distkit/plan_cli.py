@@ -16,7 +16,7 @@ from distkit.errors import UsageError
 
 if TYPE_CHECKING:
     from distkit.advise.advisor import Advice, Task
-    from distkit.advise.exact_report import Comparison
+    from distkit.advise.exact.report import Comparison
     from distkit.advise.hardware import Hardware
     from distkit.advise.script import Script
 
@@ -277,7 +277,7 @@ def _advise(
 
     show_advice(found, Console())
     if compared:
-        from distkit.advise.exact_report import show_exact
+        from distkit.advise.exact.report import show_exact
 
         show_exact(compared, Console())
 
@@ -285,8 +285,8 @@ def _advise(
 def _exact(found: Advice) -> list[Comparison]:
     from rich.console import Console
 
-    from distkit.advise.exact import exact_of_advice
-    from distkit.advise.exact_report import compare
+    from distkit.advise.exact.measure import exact_of_advice
+    from distkit.advise.exact.report import compare
 
     with Console(stderr=True).status("") as status:
         return compare(found.task, exact_of_advice(found, status.update))

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from distkit.advise.advisor import Advice, Candidate, advise
-from distkit.advise.exact_report import Comparison
+from distkit.advise.exact.report import Comparison
 from distkit.advise.report import launch_line, settings_of, shown
 from distkit.errors import PlanError
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from distkit.advise.allocations import Allocations
-from distkit.advise.exact_run import Rehearsal, Run, rehearse, strategy_of
-from distkit.advise.faking import Watch, watching
+from distkit.advise.exact.allocations import Allocations
+from distkit.advise.exact.run import Rehearsal, Run, rehearse, strategy_of
+from distkit.advise.exact.faking import Watch, watching
 from distkit.advise.models import ModelShape
 from distkit.memory import count_state
 from distkit.world.environment import detect_environment

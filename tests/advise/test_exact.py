@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 from distkit.advise import faking
 from distkit.advise.advisor import Task, advise
-from distkit.advise.exact import Exact, check_exact, exact_of_advice, extend, measure, of_step, rehearsed
-from distkit.advise.exact_run import Called, Run, Seen
+from distkit.advise.exact.measure import Exact, check_exact, exact_of_advice, extend, measure, of_step, rehearsed
+from distkit.advise.exact.run import Called, Run, Seen
 from distkit.advise.hardware import parse_hardware
 from distkit.advise.layout import Layout, layouts
 from distkit.advise.memory import KINDS, memory_of
 from distkit.advise.models import FAMILIES, ModelShape, model_of_size
-from distkit.advise.sizes import Sizes, sizes_of
+from distkit.advise.exact.sizes import Sizes, sizes_of
 from distkit.advise.traffic import collectives_of
 from distkit.cli import app
 from distkit.errors import DistkitError, PlanError
@@ -144,7 +144,7 @@ def layout_of(strategy: str, tensor: int = 1, hardware: str = "1x4xA100-80G") ->
 MEASURE = """
 import json, resource
 from distkit.advise.advisor import Task
-from distkit.advise.exact import measure
+from distkit.advise.exact.measure import measure
 from distkit.advise.hardware import parse_hardware
 from distkit.advise.layout import layouts
 from distkit.advise.models import FAMILIES
@@ -245,7 +245,7 @@ def test_time_bounds_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
         def measured(task: Task, hardware: Any, layout: Layout, **_: Any) -> Exact:
             return Exact(layout, advice.candidates[0].memory, "", (), "", seconds, 0)
 
-        monkeypatch.setattr("distkit.advise.exact.measure", measured)
+        monkeypatch.setattr("distkit.advise.exact.measure.measure", measured)
         return [candidate.layout.describe() for candidate, _ in exact_of_advice(advice, lambda _: None)]
 
     assert pretend(1000.0) == [advice.recommended.layout.describe()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distkit.advise.advisor import Candidate, Task
-from distkit.advise.exact import Exact
+from distkit.advise.exact.measure import Exact
 from distkit.advise.hardware import catalogue
 from distkit.advise.memory import KINDS, MemoryBytes, memory_of
 

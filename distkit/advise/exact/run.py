@@ -1,6 +1,6 @@
 """One candidate, run: the real strategy with a reference model, on one rank of as many as the plan has.
 
-As a program (``python -m distkit.advise.exact_run``) it takes a :class:`Run` as JSON on stdin and answers on stdout. It is a
+As a program (``python -m distkit.advise.exact.run``) it takes a :class:`Run` as JSON on stdin and answers on stdout. It is a
 process of its own since a process group that only pretends is one for the whole process.
 """
 
@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distkit.advise.models import ModelShape
-from distkit.advise.sizes import sizes_of
+from distkit.advise.exact.sizes import sizes_of
 from distkit.errors import DistkitError, PlanError
 
 if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-    from distkit.advise.faking import Watch
+    from distkit.advise.exact.faking import Watch
     from distkit.config import Config
     from distkit.strategies.base import Strategy
 
@@ -116,8 +116,8 @@ class Seen:
 
 def rehearse(run: Run) -> Seen:
     """Run a step of it, on this process alone."""
-    from distkit.advise.allocations import Allocations
-    from distkit.advise.faking import Watch, fake_ranks, fake_tensors, watching
+    from distkit.advise.exact.allocations import Allocations
+    from distkit.advise.exact.faking import Watch, fake_ranks, fake_tensors, watching
     from distkit.world.environment import Environment
 
     environment = Environment(0, run.ranks, 0, run.each, 0, run.nodes, "torchrun", "127.0.0.1", 1)
@@ -141,7 +141,7 @@ def strategy_of(run: Run, **more: Any) -> Strategy:
         run: What is to be run.
         more: Further settings, by name with underscores for dots.
     """
-    from distkit.advise.reference_model import tensor_layout
+    from distkit.advise.exact.model import tensor_layout
     from distkit.config import load_config
     from distkit.strategies.registry import strategy_class
 
@@ -197,7 +197,7 @@ class Rehearsal:
     def __init__(self, run: Run, strategy: Strategy, watch: Watch) -> None:
         import torch
 
-        from distkit.advise.reference_model import ReferenceModel
+        from distkit.advise.exact.model import ReferenceModel
         from distkit.precision import Precision
 
         self.run, self.strategy, self.watch = run, strategy, watch

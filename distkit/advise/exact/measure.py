@@ -18,10 +18,10 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distkit.advise.exact_run import EDGE, OPTIMIZERS, Called, Run, Seen
+from distkit.advise.exact.run import EDGE, OPTIMIZERS, Called, Run, Seen
 from distkit.advise.layout import Layout
 from distkit.advise.memory import KINDS, MemoryBytes
-from distkit.advise.sizes import sizes_of
+from distkit.advise.exact.sizes import sizes_of
 from distkit.errors import PlanError
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def rehearsed(run: Run, layers: Sequence[int]) -> list[Seen]:
         PlanError: It can't be run.
     """
     asked = json.dumps({"run": asdict(run), "layers": list(layers)})
-    command = [sys.executable, "-m", "distkit.advise.exact_run"]
+    command = [sys.executable, "-m", "distkit.advise.exact.run"]
     here = Path(__file__).parents[2]  # -m looks in the working directory first, and is to find this distkit there
     try:
         done = subprocess.run(

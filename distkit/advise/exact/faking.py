@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distkit.advise.allocations import Allocations
+from distkit.advise.exact.allocations import Allocations
 from distkit.errors import PlanError
 
 __all__ = ["Call", "Watch", "fake_ranks", "fake_tensors", "watching"]

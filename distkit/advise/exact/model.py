@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distkit.advise.sizes import Sizes
+from distkit.advise.exact.sizes import Sizes
 from distkit.strategies.tensor_parallel.layout import COLUMN, ROW, VOCABULARY, Layout, Split
 
 __all__ = ["LayerNorm", "RMSNorm", "ReferenceModel", "tensor_layout"]
@@ -22,7 +22,7 @@ class ReferenceModel(nn.Module):
     """Gives logits for tokens.
 
     Args:
-        sizes: From :func:`~distkit.advise.sizes.sizes_of`, with as many layers as are to be built.
+        sizes: From :func:`~distkit.advise.exact.sizes.sizes_of`, with as many layers as are to be built.
     """
 
     def __init__(self, sizes: Sizes) -> None:
