@@ -67,7 +67,14 @@ def show_advice(advice: Advice, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", overflow="fold")
     kinds = ("states", "activations") if wide else ()
-    for name in ("acc x micro", f"memory {unit}", *kinds, f"traffic {moved_unit}", "step s", f"{advice.task.model.unit}/s"):
+    for name in (
+        "acc x micro",
+        f"memory {unit}",
+        *kinds,
+        f"traffic {moved_unit}",
+        "step s",
+        f"{advice.task.model.unit}/s",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for candidate in rows:
         memory, traffic = candidate.memory, candidate.traffic

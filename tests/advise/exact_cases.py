@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from distkit.advise.exact.allocations import Allocations
-from distkit.advise.exact.run import Rehearsal, Run, rehearse, strategy_of
 from distkit.advise.exact.faking import Watch, watching
+from distkit.advise.exact.run import Rehearsal, Run, rehearse, strategy_of
 from distkit.advise.models import ModelShape
 from distkit.memory import count_state
 from distkit.world.environment import detect_environment

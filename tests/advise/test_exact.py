@@ -18,11 +18,11 @@ from distkit.advise import faking
 from distkit.advise.advisor import Task, advise
 from distkit.advise.exact.measure import Exact, check_exact, exact_of_advice, extend, measure, of_step, rehearsed
 from distkit.advise.exact.run import Called, Run, Seen
+from distkit.advise.exact.sizes import Sizes, sizes_of
 from distkit.advise.hardware import parse_hardware
 from distkit.advise.layout import Layout, layouts
 from distkit.advise.memory import KINDS, memory_of
 from distkit.advise.models import FAMILIES, ModelShape, model_of_size
-from distkit.advise.exact.sizes import Sizes, sizes_of
 from distkit.advise.traffic import collectives_of
 from distkit.cli import app
 from distkit.errors import DistkitError, PlanError

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distkit.advise.exact.run import EDGE, OPTIMIZERS, Called, Run, Seen
+from distkit.advise.exact.sizes import sizes_of
 from distkit.advise.layout import Layout
 from distkit.advise.memory import KINDS, MemoryBytes
-from distkit.advise.exact.sizes import sizes_of
 from distkit.errors import PlanError
 
 if TYPE_CHECKING:

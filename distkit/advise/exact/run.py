@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from distkit.advise.models import ModelShape
 from distkit.advise.exact.sizes import sizes_of
+from distkit.advise.models import ModelShape
 from distkit.errors import DistkitError, PlanError
 
 if TYPE_CHECKING:
