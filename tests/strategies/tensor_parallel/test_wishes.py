@@ -172,7 +172,7 @@ def test_plan_shows_the_layout_and_starts_nothing(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--layout", "SCRIPT", "5"), "parallel.tensor is 1: no layer would be split\nHint: --set parallel.tensor=2"),
-        (("SCRIPT", "5"), "what to show was not said"),
+        (("SCRIPT", "5"), "where it is to run was not said"),
         (("--layout", "--set", "parallel.tensor=2", "none.py"), "none.py is no file"),
         (("--layout", "--set", "parallel.tensr=2", "SCRIPT", "5"), "unknown key 'parallel.tensr'"),
         (("--layout", "--set", "parallel.tensor=2", "-s", "dp", "SCRIPT", "5"), "strategy 'dp' splits no layers"),
