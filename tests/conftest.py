@@ -11,6 +11,7 @@ import pytest
 from tests.pool import CLEAN, Pool
 
 TOGETHER = (
+    "tests/advise/test_script.py::test_predicted",
     "tests/chaos/",
     "tests/checkpoint/foreign/",
     "tests/cluster/",
@@ -19,7 +20,7 @@ TOGETHER = (
     "tests/recipes/test_recipes.py::test_gpt_has_the_same_losses",
 )
 """Beginnings of the names of tests that share what takes long to make: rounds, engines' checkpoints, hosts, a Ray
-cluster, reference runs."""
+cluster, reference runs, what was seen of a script."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distkit.advise import faking
 from distkit.advise.advisor import Task, advise
+from distkit.advise.exact import faking
 from distkit.advise.exact.measure import Exact, check_exact, exact_of_advice, extend, measure, of_step, rehearsed
 from distkit.advise.exact.run import Called, Run, Seen
 from distkit.advise.exact.sizes import Sizes, sizes_of
@@ -173,7 +173,7 @@ def test_13b_on_32_ranks() -> None:
     for kind in ("parameters", "optimizer"):
         assert held[kind] == pytest.approx(closed[kind], rel=0.02), kind
     assert held["gradients"] <= closed["gradients"] * 1.02  # the peak is before all of them are there
-    assert held["activations"] > closed["activations"]  # norms compute in fp32, and a gate needs two more inputs
+    assert held["activations"] == pytest.approx(closed["activations"], rel=0.1)
 
 
 def test_published_sizes_are_built() -> None:
