@@ -34,7 +34,7 @@ from distkit.signals import EXIT_STATUS, SignalWatch
 from distkit.starting import plan_lines, scale_rates, start_lines
 from distkit.stepping import OptimizerRun, Stepper
 from distkit.strategies.modules import group_name
-from distkit.strategies.registry import apply_defaults, make_strategy, settle_auto
+from distkit.strategies.registry import apply_defaults, make_strategy, settle_strategy
 from distkit.window import StepOutput, Weight
 from distkit.world import World, detect_environment
 
@@ -69,10 +69,7 @@ class Trainer:
         self.config = self._loaded.config
         self._launched = launch.launcher is not None
         environment = detect_environment()
-        if environment.size > 1 and self._loaded.origins["strategy"] == "default":
-            self.config.strategy = "ddp"
-            self._loaded.origins["strategy"] = f"{environment.size} processes were started and none was named"
-        settle_auto(self.config, environment.size)
+        settle_strategy(self._loaded, environment.size)
         apply_defaults(self._loaded, environment.local_size)
         self.strategy = make_strategy(self.config, launch.preview)
         self.world: World = self.strategy.connect(environment)

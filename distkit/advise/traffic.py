@@ -15,10 +15,11 @@ from distkit.advise.layout import Layout
 from distkit.advise.memory import StateSizes, split_parameters, state_sizes
 from distkit.advise.models import ModelShape
 from distkit.strategies.zero_config import reduce_bucket_size
+from distkit.traffic import ring_share
 
 __all__ = ["Collective", "LinkBytes", "collectives_of", "link_bytes"]
 
-_DDP_BUCKET = 25e6
+_DDP_BUCKET = 25 * 2**20
 """DDP's ``bucket_cap_mb``, in bytes."""
 
 
@@ -55,8 +56,7 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that each rank sends in a step."""
-        rounds = 2 if self.what == "all_reduce" else 1
-        return rounds * (self.ranks - 1) / self.ranks * self.message * self.count
+        return ring_share(self.what, self.ranks) * self.message * self.count
 
     @property
     def crosses(self) -> bool:

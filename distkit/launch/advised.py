@@ -64,7 +64,7 @@ def choose_strategy(
         if not candidate.fits:
             break
         found = _settings(advice, candidate, loaded)
-        problem = _refused(found, options.nnodes * each)
+        problem = _refused(options.config, [*overrides, *found], options.nnodes * each)
         if problem is None:
             reason = advice.reason if candidate is advice.recommended else candidate.reason
             first = f"strategy auto: {candidate.layout.describe()} for {hardware.describe()}: {reason}"
@@ -87,13 +87,13 @@ def _settings(advice: Advice, candidate: Candidate, loaded: LoadedConfig) -> lis
     return [f"{name}={json.dumps(value)}" for name, value in found.items()]
 
 
-def _refused(overrides: Sequence[str], processes: int) -> str | None:
+def _refused(file: str | None, overrides: Sequence[str], processes: int) -> str | None:
     """Why a strategy can't run here: its engine isn't installed, or it can't follow the settings."""
     from distkit.config import load_config
     from distkit.strategies.registry import strategy_class
 
     try:
-        config = load_config(overrides=list(overrides)).config
+        config = load_config(file=file, overrides=list(overrides)).config
         strategy_class(config.strategy).check(config, processes=processes)
     except DistkitError as error:
         return error.message

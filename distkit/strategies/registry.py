@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from distkit.config import Config, LoadedConfig
     from distkit.strategies.base import Strategy
 
-__all__ = ["BUILT_IN", "RESOLVED", "apply_defaults", "make_strategy", "settle_auto", "strategy_class", "strategy_names"]
+__all__ = [
+    "BUILT_IN",
+    "RESOLVED",
+    "apply_defaults",
+    "make_strategy",
+    "settle_strategy",
+    "strategy_class",
+    "strategy_names",
+]
 
 BUILT_IN = {
     "single": "distkit.strategies.single:SingleStrategy",
@@ -131,12 +139,17 @@ def _make_preview(chosen: type[Strategy], config: Config, preview: Mapping[str, 
     return LayoutPreview(config, as_json=bool(preview["json"]), done=Path(preview["done"]))
 
 
-def settle_auto(config: Config, processes: int) -> None:
-    """``strategy: auto`` in a script that `distkit-run` didn't start: one process has no choice.
+def settle_strategy(loaded: LoadedConfig, processes: int) -> None:
+    """What is trained with where nobody named it: ddp for several processes; and where ``strategy: auto`` was not settled by
+    `distkit-run`: one process has no choice.
 
     Raises:
-        ConfigError: Several processes were started already.
+        ConfigError: Several processes were started, and the strategy is auto.
     """
+    config = loaded.config
+    if processes > 1 and loaded.origins["strategy"] == "default":
+        config.strategy = "ddp"
+        loaded.origins["strategy"] = f"{processes} processes were started and none was named"
     if config.strategy != "auto":
         return
     if processes > 1:
