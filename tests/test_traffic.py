@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +18,7 @@ from distkit.traffic import Call, TrafficCounter, note, ring_share, socket_bytes
 from tests.pool import Pool
 
 CASES = "tests.traffic_cases:"
+ROOT = Path(__file__).parent.parent
 
 
 def test_rings() -> None:
@@ -57,17 +64,57 @@ def test_what_c_calls_in_backward(pool: Pool, tmp_path: Path, processes: int) ->
 
 
 def test_sockets() -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    client = socket.create_connection(server.getsockname())
-    other, _ = server.accept()
-    before = socket_bytes()
-    assert before is not None
-    reader = threading.Thread(target=lambda: [other.recv(65536) for _ in range(40)])
-    reader.start()
-    client.sendall(bytes(100_000))
-    client.shutdown(socket.SHUT_WR)
-    reader.join(10)
-    now = socket_bytes()
-    assert now is not None and now - before == 100_000
-    for one in (client, other, server):
-        one.close()
+    assert written_to_a_socket(100_000) == 100_000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_bytes_that_tcp_sends_again_count_once() -> None:
+    """A queue of a few packets drops the others."""
+    queue = "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate 20mbit burst 5000 limit 8000"
+    there = "from tests.test_traffic import written_to_a_socket; print(written_to_a_socket(300_000))"
+    command = [
+        "unshare",
+        "-n",
+        "sh",
+        "-ec",
+        f'{queue} && "$@" && tc -s qdisc show dev lo',
+        "sh",
+        sys.executable,
+        "-c",
+        there,
+    ]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT).stdout
+    assert int(re.findall(r"dropped (\d+)", found)[0]) > 0, found
+    assert found.splitlines()[0] == "300000"
+
+
+def test_bytes_that_wait_in_a_queue_count() -> None:
+    with connected() as (client, _):
+        before = socket_bytes()
+        client.setblocking(False)
+        sent = client.send(bytes(10_000_000))
+        now = socket_bytes()
+    assert before is not None and now is not None and now - before == sent
+
+
+def written_to_a_socket(size: int) -> int:
+    """What is counted while so many bytes go through one."""
+    with connected() as (client, other):
+        before = socket_bytes()
+        reader = threading.Thread(target=other.recv, args=(size, socket.MSG_WAITALL))
+        reader.start()
+        client.sendall(bytes(size))
+        reader.join(60)
+        now = socket_bytes()
+    assert before is not None and now is not None
+    return now - before
+
+
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        with client, other:
+            yield client, other
