@@ -12,15 +12,16 @@ import socket
 import struct
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    pass
+    from torch.distributed import ProcessGroup
 
-__all__ = ["Call", "TrafficCounter", "note", "ring_share", "socket_bytes"]
+__all__ = ["Call", "TrafficCounter", "collective_of", "note", "ring_share", "socket_bytes"]
 
 _ROUNDS = {"all_reduce": 2}
 """How often a ring passes the message around; once for all others."""
@@ -112,10 +113,9 @@ def _watch(counter: TrafficCounter) -> Any:
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace in ("c10d", "_c10d_functional"):
-                call = _call_of(func.__name__.partition(".")[0], args, kwargs or {})
-                if call is not None:
-                    counter.add(call)
+            found = collective_of(func, args, kwargs or {})
+            if found is not None:
+                counter.add(found[0])
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]
@@ -156,36 +156,49 @@ From torch/csrc/distributed/c10d/{Ops,Functional}.cpp; ``times`` stands for a pa
 """
 
 
-def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """What an operator moves; None for a wait, a barrier and a receive."""
-    if name not in _OPERATORS:
+def collective_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, ProcessGroup] | None:
+    """What an operator moves, and over which group.
+
+    Args:
+        func: An operator, as dispatch modes of torch are given it.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Returns:
+        None for a wait, a barrier, a receive, and all that is no collective.
+    """
+    if func.namespace not in ("c10d", "_c10d_functional"):
         return None
-    what, where = _OPERATORS[name]
-    tensors = args[1] if where.endswith("second") else args[0]
-    ranks = _ranks(args, kwargs)
-    return Call(what, _nbytes(tensors) * (ranks if where.startswith("times") else 1), ranks)
+    what, where = _OPERATORS.get(func.__name__.partition(".")[0], ("", ""))
+    if not what:
+        return None
+    group = _group_of((*args, *kwargs.values()))
+    message = _nbytes(args[1] if where.endswith("second") else args[0])
+    return Call(what, message * (group.size() if where.startswith("times") else 1), group.size()), group
 
 
-def _ranks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The size of the operator's group, which it has as an object or by name."""
+def _group_of(values: Sequence[Any]) -> ProcessGroup:
+    """The operator's group, which it has as an object or by name."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    for value in (*args, *kwargs.values()):
+    for value in values:
         if isinstance(value, dist.ProcessGroup):
-            return value.size()
+            return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value).size()
-    for value in reversed((*args, *kwargs.values())):
-        if isinstance(value, str):
-            with_name = getattr(distributed_c10d, "_resolve_process_group", None)
-            if with_name is not None:
-                try:
-                    return int(with_name(value).size())
-                except (LookupError, RuntimeError):
-                    continue
-    return dist.get_world_size()
+            return dist.ProcessGroup.unbox(value)
+    resolve = getattr(distributed_c10d, "_resolve_process_group", None)
+    for value in reversed(values):
+        if isinstance(value, str) and resolve is not None:
+            try:
+                found: ProcessGroup = resolve(value)
+            except (LookupError, RuntimeError):
+                continue
+            return found
+    whole = dist.group.WORLD
+    assert whole is not None
+    return whole
 
 
 def _nbytes(value: Any) -> int:

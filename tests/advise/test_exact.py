@@ -61,7 +61,8 @@ def top(seen: Mapping[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "bf16"), ("fsdp", "bf16-pure"), ("zero2", "bf16")])
 def test_two_real_processes_allocate_the_same(pool: Pool, strategy: str, precision: str) -> None:
-    """In every stretch of a step; but gloo copies what it reduces and scatters, behind the last gradient of a layer."""
+    """In every stretch of a step; but gloo copies what it reduces and scatters, behind the last gradient of a layer, and frees it
+    in a thread of its own, which may be in the next layer's first stretch."""
     model = shape(3, vocabulary=2047, hidden=128)
     run = asdict(run_of(model, strategy, 2, precision=precision, micro=3, sequence=64))
     (pretended,) = pool.run("tests.advise.exact_cases:faked", 1, runs=[run])[0]
@@ -70,7 +71,7 @@ def test_two_real_processes_allocate_the_same(pool: Pool, strategy: str, precisi
     found = real["seen"]
     assert found["parameters"] == pretended["parameters"]
     assert found["peaks"].keys() == pretended["peaks"].keys()
-    copies = ("norm1 gradient", "embedding gradient") if strategy == "fsdp" else ()
+    copies = ("norm1 gradient", "embedding gradient", "down gradient") if strategy == "fsdp" else ()
     for where, kinds in found["peaks"].items():
         total = sum(kinds.values())
         if not where.endswith(copies):

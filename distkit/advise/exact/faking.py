@@ -10,7 +10,6 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from torch import nn
 
 from distkit.advise.exact.allocations import Allocations
 from distkit.errors import PlanError
+from distkit.traffic import Call, collective_of
 
-__all__ = ["Call", "Watch", "fake_ranks", "fake_tensors", "watching"]
+__all__ = ["Watch", "fake_ranks", "fake_tensors", "watching"]
 
 DDP_BUCKET = 25 * 2**20
 """Bytes from which on DDP closes a bucket, unless it is told otherwise."""
@@ -168,35 +168,6 @@ def _deepspeed() -> list[tuple[Any, str, Any]]:
 # -- looking on ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
-    """One collective.
-
-    Args:
-        what: ``all_reduce``, ``all_gather``, ``reduce_scatter``, or another's name.
-        ranks: The group's.
-        message: Bytes of the whole tensor.
-    """
-
-    what: str
-    ranks: tuple[int, ...]
-    message: int
-
-
-_NAMES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-}
-"""By the operators of torch's ``c10d`` library."""
-
 _GATHERING = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
 """fully_shard's operators (``torch.ops.fsdp``), whose arguments are gathered weights and whole gradients."""
 
@@ -240,7 +211,8 @@ class Watch:
 
     def __init__(self, allocations: Allocations) -> None:
         self.allocations = allocations
-        self.calls: list[Call] = []
+        self.calls: list[tuple[Call, list[int]]] = []
+        """Each collective, with the ranks of its group."""
         self.quiet_groups: set[str] = set()
         """Groups whose messages are activations, and no buffers: tensor groups."""
         self.stepping = False
@@ -273,21 +245,19 @@ class Watch:
         made = [self.piece(tensor) for tensor in _tensors(result)]
         if self.stepping:
             self.allocations.is_buffer(made)
-        if func.namespace == "c10d":
-            self._saw_collective(func, args)
+        found = collective_of(func, args, kwargs)
+        if found is not None:
+            self._saw_collective(*found, args)
         elif func.namespace == "fsdp":
             if func._schema.name.partition("::")[2] in _GATHERING:
                 self.allocations.is_buffer(self.piece(t) for t in _tensors((args, dict(kwargs))))
         elif func is torch.ops.aten._to_copy.default and self.allocations.is_parameter(self.piece(args[0])):
             self.allocations.is_buffer(made)  # weights as they are computed with
 
-    def _saw_collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        group = next((_group(value) for value in args if isinstance(value, torch.ScriptObject) and _group(value)), None)
-        sizes = [sum(t.numel() * t.element_size() for t in _tensors(value)) for value in args]
-        name = func._schema.name.partition("::")[2]
-        if group is None or not any(sizes):
-            return  # a barrier
-        self.calls.append(Call(_NAMES.get(name, name), tuple(dist.get_process_group_ranks(group)), max(sizes)))
+    def _saw_collective(self, call: Call, group: dist.ProcessGroup, args: tuple[Any, ...]) -> None:
+        if not call.message:
+            return
+        self.calls.append((call, dist.get_process_group_ranks(group)))
         if group.group_name not in self.quiet_groups:
             self.allocations.is_buffer(self.piece(t) for t in _tensors(args))
 
@@ -346,13 +316,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-def _group(value: Any) -> Any:
-    try:
-        return dist.ProcessGroup.unbox(value)
-    except RuntimeError:  # a ReduceOp
-        return None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

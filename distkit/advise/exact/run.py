@@ -297,9 +297,9 @@ class Rehearsal:
 
     def _called(self, start: int) -> list[Called]:
         found: dict[tuple[str, int, int], Called] = {}
-        for call in self.watch.calls[start:]:
-            here = sum(rank // self.run.each == 0 for rank in call.ranks)
-            key = (call.what, len(call.ranks), here)
+        for call, ranks in self.watch.calls[start:]:
+            here = sum(rank // self.run.each == 0 for rank in ranks)
+            key = (call.what, call.ranks, here)
             one = found.setdefault(key, Called(*key))
             one.count += 1
             one.message += call.message
