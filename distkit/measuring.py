@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from distkit.trainer import Trainer
 
-__all__ = ["MEASURED_STEPS", "Measure"]
+__all__ = ["MEASURED_STEPS", "Measure", "around"]
 
 _COUNTED, _PEAK = 2, 3
 """Steps, from 1 on. The first one is no example: engines set themselves up in it."""
@@ -48,8 +48,8 @@ class Measure(Callback):
                 now = count_state(trainer.strategy).gradients
                 self._found["gradients"] = max(self._found["gradients"], now)
 
-        _around(trainer.strategy, "backward", after=look)
-        _around(trainer.strategy, "optimizer_step", before=look)
+        around(trainer.strategy, "backward", after=look)
+        around(trainer.strategy, "optimizer_step", before=look)
 
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         """See :class:`Callback`."""
@@ -126,18 +126,25 @@ def _highest(recorded: Any) -> int:
     return highest
 
 
-def _around(
+def around(
     target: Any, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
 ) -> None:
-    """Look in before or after each call of a method of this object."""
+    """Look in before or after each call of a method of this object.
+
+    Args:
+        target: The object.
+        name: Of its method.
+        before: Is given the method's arguments.
+        after: Too.
+    """
     method = getattr(target, name)
 
     def looked_at(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            before()
+            before(*args, **kwargs)
         result = method(*args, **kwargs)
         if after is not None:
-            after()
+            after(*args, **kwargs)
         return result
 
     setattr(target, name, looked_at)

@@ -19,13 +19,15 @@ from distkit.errors import PlanError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["model_built_by"]
+    from distkit.advise.inputs import Inputs
+
+__all__ = ["build", "model_built_by"]
 
 _BEGIN = "distkit-facts:"
 
 
 def model_built_by(target: str, *, sequence: int, precision: str) -> ModelShape:
-    """Build it on the meta device, and run it once on fake tokens if it takes any.
+    """Build it on the meta device, and run it once: on the inputs that the function returned beside it, or on fake tokens.
 
     Args:
         target: ``module:function``; the module is looked for in the working directory first.
@@ -48,35 +50,74 @@ def model_built_by(target: str, *, sequence: int, precision: str) -> ModelShape:
         last = (ended.stderr.strip() or ended.stdout.strip() or "it said nothing").splitlines()[-1]
         raise PlanError(
             f"--model {target} doesn't build a model: {last}",
-            hint="--model package.module:function   a function without arguments that returns an nn.Module",
+            hint="--model package.module:function   a function without arguments that returns an nn.Module, or it and a batch",
         )
     return model_of_facts(json.loads(said[-1].removeprefix(_BEGIN)), precision)
 
 
-def _build(target: str) -> nn.Module:
+def build(target: str) -> tuple[nn.Module, Inputs]:
+    """Call the function; the model's parameters are on the meta device.
+
+    Args:
+        target: ``module:function``.
+
+    Returns:
+        The model, and what goes into its forward.
+
+    Raises:
+        TypeError: It returned something else.
+    """
     import torch
     from torch import nn
 
+    from distkit.advise.inputs import inputs_of
     from distkit.strategies.profiling import on_meta
 
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     with on_meta(), torch.device("meta"):
         built = function()
+    built, example = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(built, nn.Module):
         raise TypeError(f"it returned a {type(built).__name__}, and no nn.Module")
-    return built
+    if not any(p.requires_grad for p in built.parameters()):
+        raise TypeError("none of its parameters is trained")
+    return built, inputs_of(example)
 
 
 def _facts(target: str, sequence: int, precision: str) -> dict[str, Any]:
-    from distkit.strategies.profiling import model_facts, step_on_tokens
+    from distkit.strategies.profiling import model_facts
 
-    model = _build(target)
-    facts = model_facts(model)
-    if not facts["trained"]:
-        raise TypeError("none of its parameters is trained")
-    facts["step"] = step_on_tokens(model, sequence, precision)
-    return facts
+    model, inputs = build(target)
+    return {**model_facts(model), "step": _step(model, inputs, sequence, precision)}
+
+
+def _step(model: nn.Module, inputs: Inputs, sequence: int, precision: str) -> dict[str, Any] | None:
+    """One step without values; of one sample, where the function gave no example of the inputs.
+
+    Returns:
+        As :meth:`~distkit.strategies.profiling.StepCounter.finish`; None where the model takes something else.
+    """
+    import torch
+    from torch import nn
+
+    from distkit.advise.inputs import loss_of_outputs
+    from distkit.strategies.profiling import StepCounter, materialize
+
+    if not inputs.given and not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        return None
+    materialize(model, [])
+    counter = StepCounter(model)
+    counter.start()
+    dtype = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    try:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            found = inputs.of_size(inputs.samples, sequence).into(model)
+        return counter.finish(loss_of_outputs(found))
+    except Exception:  # a forward may raise anything when it is given what it doesn't take
+        if inputs.given:
+            raise
+        return None
 
 
 def main() -> None:

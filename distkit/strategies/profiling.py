@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,11 @@ from distkit.strategies.single import SingleStrategy
 if TYPE_CHECKING:
     from distkit.config import Config
     from distkit.precision import Precision
+    from distkit.strategies.tensor_parallel.layout import Layout
     from distkit.world import World
     from distkit.world.environment import Environment
 
-__all__ = ["ProfilePreview", "StepCounter", "model_facts", "on_meta", "step_on_tokens"]
+__all__ = ["ProfilePreview", "StepCounter", "layout_without_values", "materialize", "model_facts", "on_meta"]
 
 
 class ProfilePreview(SingleStrategy):
@@ -74,7 +75,7 @@ class ProfilePreview(SingleStrategy):
                     self._facts["tensor"] = _tensor_facts(model, self.config, self.example_loader)
                 self._write()
                 self._counter = StepCounter(model)
-            _without_values(model, optimizers)
+            materialize(model, optimizers)
             precision.apply(model)
         self.keep(models, optimizers, precision)
         if self._counter is not None:
@@ -156,18 +157,27 @@ def _heads(model: nn.Module) -> tuple[int, int]:
     return 1, 1
 
 
-def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, Any]:
-    """How a tensor group of the size that is set would split the model; needs values, which are drawn anew."""
+def layout_without_values(model: nn.Module, config: Config, loader: Any) -> Layout:
+    """How a tensor group of the size that is set would split a model on the meta device; needs values, which are drawn anew.
+
+    Raises:
+        ConfigError: ``parallel.tensor_layout`` names what can't be split so.
+        UsageError: The model can't be run on a batch.
+    """
     from distkit.strategies.tensor_parallel.detect import detect, random_twin
     from distkit.strategies.tensor_parallel.example import find_run
     from distkit.strategies.tensor_parallel.wishes import plan_of, wishes_of
 
     chosen = config.parallel.tensor_layout
     wishes = wishes_of(model, chosen if isinstance(chosen, dict) else {})
-    size = config.parallel.tensor
     model = copy.deepcopy(model)
     _replace_parameters(model, lambda p: torch.empty(p.shape, dtype=p.dtype) if p.is_meta else p.detach())
-    layout = detect(model, find_run(model, random_twin(model), loader), size, wishes, plan_of(model))
+    return detect(model, find_run(model, random_twin(model), loader), config.parallel.tensor, wishes, plan_of(model))
+
+
+def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, Any]:
+    """How a tensor group of the size that is set would split the model."""
+    layout, size = layout_without_values(model, config, loader), config.parallel.tensor
     split: dict[int, int] = {}
     for name, how in layout.splits.items():
         module = model.get_submodule(name)
@@ -204,53 +214,28 @@ def on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def step_on_tokens(model: nn.Module, sequence: int, precision: str) -> dict[str, Any] | None:
-    """One step of a model on the meta device, with one sequence of tokens and the sum of its largest output as the loss.
+def materialize(model: nn.Module, optimizers: Sequence[Optimizer], mode: Any = None) -> None:
+    """Fake tensors, which have no memory, in the place of parameters and buffers; in the model and in its optimizers.
 
     Args:
-        model: Of whose forward the first argument may be tokens.
-        sequence: How many.
-        precision: As in the settings.
-
-    Returns:
-        As :meth:`StepCounter.finish`; None where the model takes something else.
+        model: May be on the meta device.
+        optimizers: Over its parameters.
+        mode: torch's FakeTensorMode that the tensors are to belong to; None for one of their own. Buffers with values keep
+            them then.
     """
-    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
-        return None
-    _without_values(model, [])
-    counter = StepCounter(model)
-    counter.start()
-    dtype = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    try:
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            found = model(torch.zeros(1, sequence, dtype=torch.int64))
-        outputs = [t for t in tree_leaves(_plain(found)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        return counter.finish(max(outputs, key=torch.numel).float().log_softmax(-1).sum())
-    except Exception:  # a forward may raise anything when it is given what it doesn't take
-        return None
-
-
-def _plain(output: Any) -> Any:
-    """transformers' outputs are mappings that torch's trees don't know."""
-    return dict(output) if isinstance(output, Mapping) else output
-
-
-def _without_values(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Fake tensors in the place of parameters, in the model and in its optimizers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    own = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
 
-    def fake(parameter: nn.Parameter) -> torch.Tensor:
-        with mode:
-            return torch.empty(parameter.shape, dtype=parameter.dtype)
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with own:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     made = _replace_parameters(model, fake)
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                with mode:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            if buffer is not None and (buffer.is_meta or mode is not None):
+                module._buffers[name] = fake(buffer)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]

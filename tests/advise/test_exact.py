@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from distkit.advise.advisor import Task, advise
 from distkit.advise.exact import faking
 from distkit.advise.exact.measure import Exact, check_exact, exact_of_advice, extend, measure, of_step, rehearsed
-from distkit.advise.exact.run import Called, Run, Seen
+from distkit.advise.exact.observing import Called, Seen
+from distkit.advise.exact.run import Run
 from distkit.advise.exact.sizes import Sizes, sizes_of
 from distkit.advise.hardware import parse_hardware
 from distkit.advise.layout import Layout, layouts

@@ -20,7 +20,7 @@ from distkit.advise.exact.allocations import Allocations
 from distkit.errors import PlanError
 from distkit.traffic import Call, collective_of
 
-__all__ = ["Watch", "fake_ranks", "fake_tensors", "watching"]
+__all__ = ["Watch", "fake_mode", "fake_ranks", "fake_tensors", "watching"]
 
 DDP_BUCKET = 25 * 2**20
 """Bytes from which on DDP closes a bucket, unless it is told otherwise."""
@@ -48,8 +48,11 @@ def _private(module: str, name: str) -> Any:
 def fake_ranks(size: int) -> Iterator[None]:
     """This process is rank 0 of so many, of which the others don't exist: collectives end at once and change nothing.
 
-    Groups that are made meanwhile are like that too, whatever back end they ask for.
+    Groups that are made meanwhile are like that too, whatever back end they ask for. One rank has no group.
     """
+    if size == 1:
+        yield
+        return
     store = _private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
     dist.init_process_group("fake", rank=0, world_size=size, store=store)
     make = dist.new_group
@@ -64,10 +67,18 @@ def fake_ranks(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def fake_mode() -> Any:
+    """What makes tensors without data while it is open."""
+    return _private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+
+
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Tensors that are made here have shapes and no data, and engines don't look for it."""
-    mode = _private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+def fake_tensors(mode: Any) -> Iterator[None]:
+    """Tensors that are made here have shapes and no data, and engines don't look for it.
+
+    Args:
+        mode: From :func:`fake_mode`; it may be opened again and again.
+    """
     with _replaced(
         (nn.Module, "_apply", _convert),
         # Compares shapes between ranks, through the memory of tensors.

@@ -18,7 +18,8 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distkit.advise.exact.run import EDGE, OPTIMIZERS, Called, Run, Seen
+from distkit.advise.exact.observing import Called, Seen
+from distkit.advise.exact.run import EDGE, OPTIMIZERS, Run
 from distkit.advise.exact.sizes import sizes_of
 from distkit.advise.layout import Layout
 from distkit.advise.memory import KINDS, MemoryBytes

@@ -6,13 +6,11 @@ process of its own since a process group that only pretends is one for the whole
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 import warnings
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distkit.advise.exact.sizes import sizes_of
@@ -21,16 +19,17 @@ from distkit.errors import DistkitError, PlanError
 
 if TYPE_CHECKING:
     import torch
-    from torch.optim import Optimizer
 
     from distkit.advise.exact.faking import Watch
+    from distkit.advise.exact.observing import Seen
     from distkit.config import Config
     from distkit.strategies.base import Strategy
+    from distkit.world.environment import Environment
 
-__all__ = ["OPTIMIZERS", "Called", "Rehearsal", "Run", "Seen", "rehearse", "strategy_of"]
+__all__ = ["EDGE", "OPTIMIZERS", "Rehearsal", "Run", "environment_of", "rehearse", "strategy_of", "strategy_over"]
 
 EDGE = 2
-"""So many layers at each end are looked at one by one."""
+"""So many layers at each end of the reference model are looked at one by one."""
 
 OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adagrad", "rmsprop", "momentum", "sgd")
 """Those that torch has and every engine takes."""
@@ -55,6 +54,8 @@ class Run:
         recompute: ``none``, ``selective`` or ``full``.
         offload: ``none``, ``optimizer`` or ``params``.
         fused_attention: Whether attention keeps no scores.
+        target: ``module:function`` that builds the model, of which all layers are run; empty for a reference model of these
+            sizes.
     """
 
     model: ModelShape
@@ -71,6 +72,7 @@ class Run:
     recompute: str
     offload: str
     fused_attention: bool
+    target: str = ""
 
     @property
     def ranks(self) -> int:
@@ -78,55 +80,24 @@ class Run:
         return self.nodes * self.each
 
 
-@dataclass
-class Called:
-    """Collectives of one kind.
-
-    Args:
-        what: ``all_reduce``, ``all_gather``, ``reduce_scatter`` ...
-        ranks: Size of the group.
-        in_node: How many of them are on this rank's node.
-        count: Calls.
-        message: Bytes of the whole tensors, of all calls together.
-    """
-
-    what: str
-    ranks: int
-    in_node: int
-    count: float = 0
-    message: float = 0
-
-
-@dataclass
-class Seen:
-    """What was seen in one step.
-
-    Args:
-        parameters: Of the model that ran.
-        peaks: By stretch of the step, bytes by kind at the stretch's peak.
-        first: Collectives of a micro batch before the last; empty without accumulation.
-        last: Those of the last micro batch and the optimizer's step.
-    """
-
-    parameters: int
-    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
-    first: list[Called] = field(default_factory=list)
-    last: list[Called] = field(default_factory=list)
-
-
 def rehearse(run: Run) -> Seen:
     """Run a step of it, on this process alone."""
+    from distkit.advise.building import build
     from distkit.advise.exact.allocations import Allocations
-    from distkit.advise.exact.faking import Watch, fake_ranks, fake_tensors, watching
-    from distkit.world.environment import Environment
+    from distkit.advise.exact.faking import Watch, fake_mode, fake_ranks, fake_tensors, watching
 
-    environment = Environment(0, run.ranks, 0, run.each, 0, run.nodes, "torchrun", "127.0.0.1", 1)
-    with fake_ranks(run.ranks) if run.ranks > 1 else nullcontext():
-        strategy = strategy_of(run)
-        strategy.connect(environment)
+    model = None
+    if run.target:
+        try:
+            model = build(run.target)
+        except Exception as error:  # the user's code may raise anything
+            raise PlanError(f"{run.target} doesn't build a model: {error}", hint="leave --exact out") from error
+    with fake_ranks(run.ranks):
+        strategy = strategy_of(run, model)
+        strategy.connect(environment_of(run.nodes, run.each))
         watch = Watch(Allocations())
-        with fake_tensors(), watching(watch):
-            rehearsal = Rehearsal(run, strategy, watch)
+        with fake_tensors(fake_mode()), watching(watch):
+            rehearsal = Rehearsal(run, strategy, watch, model)
             rehearsal.step(look=False)
             rehearsal.step()
             seen = rehearsal.seen()
@@ -134,26 +105,58 @@ def rehearse(run: Run) -> Seen:
     return seen
 
 
-def strategy_of(run: Run, **more: Any) -> Strategy:
+def environment_of(nodes: int, each: int) -> Environment:
+    """Rank 0 of so many."""
+    from distkit.world.environment import Environment
+
+    return Environment(0, nodes * each, 0, each, 0, nodes, "torchrun", "127.0.0.1", 1)
+
+
+def strategy_of(run: Run, built: Any = None, **more: Any) -> Strategy:
     """The strategy, as its settings make it.
 
     Args:
         run: What is to be run.
+        built: The model of the user's function and its inputs; None for the reference model.
         more: Further settings, by name with underscores for dots.
     """
     from distkit.advise.exact.model import tensor_layout
     from distkit.config import load_config
-    from distkit.strategies.registry import strategy_class
 
-    sizes = replace(sizes_of(run.model, fused=run.fused_attention), layers=run.layers)
     config = load_config(
         overrides=[f"{key}={json.dumps(value)}" for key, value in _settings(run, **more).items()]
     ).config
-    chosen = strategy_class(run.strategy)
     if run.tensor == 1:
+        return strategy_over(config, run.ranks, None)
+    if built is not None:
+        from distkit.strategies.profiling import layout_without_values
+
+        model, inputs = built
+        if getattr(model, "example_input_array", None) is None:
+            model.example_input_array = inputs.example_for(model)
+        return strategy_over(config, run.ranks, layout_without_values(model, config, None))
+    sizes = replace(sizes_of(run.model, fused=run.fused_attention), layers=run.layers)
+    return strategy_over(config, run.ranks, tensor_layout(sizes, run.tensor))
+
+
+def strategy_over(config: Config, ranks: int, layout: Any) -> Strategy:
+    """The strategy of these settings; over split layers, if there is a layout.
+
+    Rank 0 needn't look at numbers to find out which are split.
+    """
+    from distkit.strategies.registry import strategy_class
+
+    chosen = strategy_class(config.strategy)
+    chosen.check(config, processes=ranks)
+    if layout is None:
         return chosen.for_run(config)(config)
-    chosen.check(config, processes=run.ranks)
-    return _split_as_written(chosen, config, tensor_layout(sizes, run.tensor))
+    from distkit.strategies.tensor_parallel.mixin import TensorParallelMixin, with_tensor_parallelism
+
+    class Written(TensorParallelMixin):
+        def _agreed_layout(self, model: torch.nn.Module) -> Any:
+            return layout
+
+    return with_tensor_parallelism(chosen, Written)(config)
 
 
 def _settings(run: Run, **more: Any) -> dict[str, Any]:
@@ -168,21 +171,10 @@ def _settings(run: Run, **more: Any) -> dict[str, Any]:
         "memory.offload": run.offload,
         **{key.replace("_", "."): value for key, value in more.items()},
     }
-    if run.strategy.startswith("zero"):  # that of the whole model, however many layers are run
+    if run.strategy.startswith("zero") and not run.target:  # that of the whole model, however many layers are run
         size = reduce_bucket_size(sizes_of(run.model).parameters // run.tensor)
         found["engine.deepspeed"] = {"zero_optimization": {"reduce_bucket_size": size}}
     return found
-
-
-def _split_as_written(chosen: type[Strategy], config: Config, layout: Any) -> Strategy:
-    """The strategy over split layers; rank 0 needn't look at numbers to find out which are split."""
-    from distkit.strategies.tensor_parallel.mixin import TensorParallelMixin, with_tensor_parallelism
-
-    class Written(TensorParallelMixin):
-        def _agreed_layout(self, model: torch.nn.Module) -> Any:
-            return layout
-
-    return with_tensor_parallelism(chosen, Written)(config)
 
 
 class Rehearsal:
@@ -192,159 +184,46 @@ class Rehearsal:
         run: What is to be run.
         strategy: Connected.
         watch: What looks on.
+        built: The model of the user's function and its inputs; None for the reference model.
     """
 
-    def __init__(self, run: Run, strategy: Strategy, watch: Watch) -> None:
+    def __init__(self, run: Run, strategy: Strategy, watch: Watch, built: Any = None) -> None:
         import torch
 
-        from distkit.advise.exact.model import ReferenceModel
+        from distkit.advise.exact.observing import Observer
+        from distkit.advise.exact.subjects import subject_of
         from distkit.precision import Precision
 
-        self.run, self.strategy, self.watch = run, strategy, watch
-        sizes = replace(sizes_of(run.model, fused=run.fused_attention), layers=run.layers)
-        model = ReferenceModel(sizes)
-        optimizer = _optimizer(run.optimizer, model)
-        watch.note_state({"parameters": [p.detach() for p in model.parameters()]})
+        self.run, self.strategy = run, strategy
+        self.subject = subject_of(run, built)
+        self.observer = Observer(strategy, watch, each=run.each, place=self.subject.place)
         precision = Precision(strategy.config.precision, torch.device("cpu"))
-        (self.model,), (self.optimizer,) = strategy.prepare([model], [optimizer], precision)
-        watch.note_state(strategy.state_tensors())
-        group = None if strategy.world is None else strategy.world.collectives.tensor_group
-        if group is not None:
-            watch.quiet_groups.add(group.group_name)
-        for parameter in model.parameters():  # until an engine has reduced them
-            parameter.register_post_accumulate_grad_hook(self._whole_gradient)
-        self._mark(model)
-        self._seen = Seen(sizes.parameters)
-        self._phase = ""
-        shape = (run.micro, run.sequence)
-        self.tokens = torch.randint(0, run.model.vocabulary, shape)
-        self.targets = torch.randint(0, run.model.vocabulary, shape)
-
-    def _whole_gradient(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is not None:
-            self.watch.allocations.is_buffer([self.watch.piece(parameter.grad)])
-
-    def _mark(self, model: Any) -> None:
-        """Let every module begin a stretch in forward, and one when the gradient of its output is there.
-
-        In a stretch as short as that the peak is at one operation, whatever the number of layers; in longer ones it could
-        move.
-        """
-        layers = len(model.layers)
-        for name, module in model.named_modules():
-            if any(True for _ in module.children()):
-                continue
-            head, _, rest = name.partition(".")
-            if head == "layers":
-                index, _, rest = rest.partition(".")
-                name = f"{_place(int(index), layers)} {rest}"
-            module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-            module.register_forward_hook(lambda _, __, output, name=name: self._on_gradient(output, name))
-
-    def _on_gradient(self, output: Any, name: str) -> None:
-        local = getattr(output, "local", output)  # of one that a tensor group shares
-        if local.requires_grad:
-            local.register_hook(lambda gradient: self._enter(f"{name} gradient"))
-
-    def _enter(self, where: str) -> None:
-        self.watch.allocations.enter(f"{self._phase}: {where}")
+        prepared = self.observer.prepare([self.subject.model], [self.subject.optimizer], precision)
+        (self.model,), (self.optimizer,) = prepared
 
     def step(self, *, look: bool = True) -> None:
-        """An optimizer step.
+        """An optimizer step, as the Trainer takes it.
 
         Args:
             look: Whether it is to be looked at; of an earlier one, which makes the optimizer's state, only one micro batch
                 is run.
         """
-        import torch
-
-        strategy, optimizer, watch = self.strategy, self.optimizer, self.watch
-        accumulates = look and self.run.accumulate > 1
-        if look:
-            gc.collect()
-            watch.allocations.begin()
-        for last in (False, True) if accumulates else (True,):
-            start = len(watch.calls)
-            batch = "last micro batch" if last else "micro batch before"
-            self._phase = f"{batch}, forward"
-            self._enter("start")
+        strategy, optimizer = self.strategy, self.optimizer
+        for last in (False, True) if look and self.run.accumulate > 1 else (True,):
             strategy.set_gradient_sync(last)
-            logits = self.model(self.tokens)
-            self._enter("loss")
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
-            del logits
-            self._phase = f"{batch}, backward"
-            self._enter("start")
+            self.observer.forward_begins()
+            loss = self.subject.loss(self.model)
             strategy.backward(loss / self.run.accumulate, optimizer=optimizer)
             del loss
-            watch.note_state(_gradients(strategy))
-            if look and not last:
-                self._seen.first = self._called(start)
-        self._phase = "optimizer"
-        self._enter("gradients")
-        watch.stepping = True
         strategy.unscale(optimizer)
         strategy.scale_gradients(optimizer, 1.0)
-        watch.note_state(_gradients(strategy))
         strategy.clip_grad_norm(optimizer, 1.0)
-        self._enter("step")
         strategy.optimizer_step(optimizer)
-        watch.stepping = False
-        watch.note_state(strategy.state_tensors())
         strategy.zero_grad(optimizer)
-        if look:
-            self._seen.last = self._called(start)
-
-    def _called(self, start: int) -> list[Called]:
-        found: dict[tuple[str, int, int], Called] = {}
-        for call, ranks in self.watch.calls[start:]:
-            here = sum(rank // self.run.each == 0 for rank in ranks)
-            key = (call.what, call.ranks, here)
-            one = found.setdefault(key, Called(*key))
-            one.count += 1
-            one.message += call.message
-        return list(found.values())
 
     def seen(self) -> Seen:
         """What was seen of the step that was looked at."""
-        self._seen.peaks = {peak.where: peak.kinds for peak in self.watch.allocations.peaks()}
-        return self._seen
-
-
-def _gradients(strategy: Strategy) -> dict[str, list[torch.Tensor]]:
-    return {"gradients": strategy.state_tensors().get("gradients", [])}
-
-
-def _place(index: int, layers: int) -> str:
-    """The same name for layers that do the same in models of different depth."""
-    if index < EDGE:
-        return f"layer {index}"
-    return f"layer {index - layers}" if index >= layers - EDGE else "middle"
-
-
-def _optimizer(name: str, model: torch.nn.Module) -> Optimizer:
-    """torch's, parameter by parameter: what works on lists of them counts as one operation and shows no single tensor."""
-    from torch import optim
-
-    same: dict[str, Any] = {"params": model.parameters(), "lr": 1e-3, "foreach": False}
-    if name == "momentum":
-        return optim.SGD(momentum=0.9, **same)
-    classes: dict[str, Any] = {
-        "adamw": optim.AdamW,
-        "adam": optim.Adam,
-        "nadam": optim.NAdam,
-        "radam": optim.RAdam,
-        "adagrad": optim.Adagrad,
-        "rmsprop": optim.RMSprop,
-        "sgd": optim.SGD,
-    }
-    if name not in classes:
-        raise PlanError(
-            f"--optimizer was set to {name!r}, which --exact can't run: it runs torch's own {', '.join(OPTIMIZERS)}",
-            hint="--optimizer adamw",
-        )
-    made: Optimizer = classes[name](**same)
-    return made
+        return self.observer.seen()
 
 
 def main() -> None:
