@@ -147,6 +147,11 @@ def plan(
         raise UsageError(
             "--exact runs what a plan recommends, and nothing else", hint="leave --fit, --check and --layout out"
         )
+    if exact and script is not None and (optimizer is not None or sequence is not None):
+        raise UsageError(
+            f"--{'optimizer' if optimizer is not None else 'seq'} was set, and --exact runs the script, which has its own",
+            hint="leave one of them out",
+        )
     if (check or layout) and script is None:
         raise UsageError(
             f"--{'check' if check else 'layout'} wants a script",
@@ -166,7 +171,8 @@ def plan(
         "recompute": recompute, "fused_attention": not keeps_scores, "framework": framework, "compress": compress,
     }  # fmt: skip
     task, hard = _task(code, params, model, wishes, where)
-    _advise(task, hard, calibrate, html, fit, as_json, exact)
+    built = model if model is not None and ":" in model else None
+    _advise(task, hard, calibrate, html, fit, as_json, exact, code or built)
 
 
 @dataclass(frozen=True)
@@ -248,6 +254,7 @@ def _advise(
     fit: bool,
     as_json: bool,
     exact: bool,
+    subject: Script | str | None,
 ) -> None:
     """Every strategy for a model on some hardware."""
     from distkit.advise.advisor import advise
@@ -259,7 +266,7 @@ def _advise(
         _fit(task, hardware, as_json)
         return
     found = advise(task, hardware, shares)
-    compared = _exact(found) if exact else []
+    compared = _exact(found, subject) if exact else []
     if html is not None:
         from distkit.advise.page import page_of
 
@@ -282,14 +289,14 @@ def _advise(
         show_exact(compared, Console())
 
 
-def _exact(found: Advice) -> list[Comparison]:
+def _exact(found: Advice, subject: Script | str | None) -> list[Comparison]:
     from rich.console import Console
 
     from distkit.advise.exact.measure import exact_of_advice
     from distkit.advise.exact.report import compare
 
     with Console(stderr=True).status("") as status:
-        return compare(found.task, exact_of_advice(found, status.update))
+        return compare(found.task, exact_of_advice(found, status.update, subject))
 
 
 def _fit(task: Task, hardware: Hardware, as_json: bool) -> None:

@@ -40,21 +40,22 @@ class Script:
     overrides: Sequence[str] = ()
     module: bool = False
 
-    def preview(self, what: str, folder: str, **more: Any) -> subprocess.Popen[str]:
+    def preview(self, what: str, folder: str, *, overrides: Sequence[str] = (), **more: Any) -> subprocess.Popen[str]:
         """Start it with a wish for what it shows instead of training.
 
         Args:
-            what: ``layout`` or ``profile``.
+            what: ``layout``, ``profile`` or ``exact``.
             folder: Takes what a run writes.
+            overrides: Further settings, as ``KEY=VALUE``.
             **more: What that preview wants to know.
         """
         settings = LaunchSettings(
             config=None if self.config is None else str(Path(self.config).resolve()),
-            overrides=[*self.overrides, *quiet_overrides(folder)],
+            overrides=[*self.overrides, *overrides, *quiet_overrides(folder)],
             preview={"what": what, **more},
         )
         environment = {**os.environ, VARIABLE: settings.to_json()}
-        shown = subprocess.PIPE if what == "profile" else None
+        shown = None if what == "layout" else subprocess.PIPE
         return subprocess.Popen(
             [sys.executable, *(["-m"] if self.module else []), self.path, *self.arguments],
             env=environment,

@@ -129,6 +129,10 @@ def _make_preview(chosen: type[Strategy], config: Config, preview: Mapping[str, 
         from distkit.strategies.profiling import ProfilePreview
 
         return ProfilePreview(config, done=Path(preview["done"]))
+    if preview["what"] == "exact":
+        from distkit.advise.exact.preview import ExactPreview
+
+        return ExactPreview(config, nodes=preview["nodes"], each=preview["each"], done=Path(preview["done"]))
     if config.parallel.tensor == 1:
         raise ConfigError("parallel.tensor is 1: no layer would be split", hint="--set parallel.tensor=2")
     if chosen.name != "single":  # the default, where only the layout is asked for

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from distkit.advise.advisor import Task, advise
 from distkit.advise.exact import faking
-from distkit.advise.exact.measure import Exact, check_exact, exact_of_advice, extend, measure, of_step, rehearsed
+from distkit.advise.exact.children import rehearsed
+from distkit.advise.exact.measure import Exact, check_exact, exact_of_advice, extend, measure, of_step
 from distkit.advise.exact.observing import Called, Seen
 from distkit.advise.exact.run import Run
 from distkit.advise.exact.sizes import Sizes, sizes_of

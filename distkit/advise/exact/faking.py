@@ -20,7 +20,7 @@ from distkit.advise.exact.allocations import Allocations
 from distkit.errors import PlanError
 from distkit.traffic import Call, collective_of
 
-__all__ = ["Watch", "fake_mode", "fake_ranks", "fake_tensors", "watching"]
+__all__ = ["Watch", "fake_mode", "fake_ranks", "fake_tensors", "numbers_without_data", "watching"]
 
 DDP_BUCKET = 25 * 2**20
 """Bytes from which on DDP closes a bucket, unless it is told otherwise."""
@@ -307,6 +307,20 @@ class Watch:
         known = self._pieces.get(storage._cdata)
         if known is not None:
             self.allocations.changed(known[0], storage.nbytes())
+
+
+def numbers_without_data() -> Any:
+    """While it is open, whoever asks for the number in a tensor without data gets one; elsewhere than under a :class:`Watch`."""
+    base = _private("torch.utils._python_dispatch", "TorchDispatchMode")
+    fake = _private("torch._subclasses.fake_tensor", "FakeTensor")
+
+    class Numbers(base):  # type: ignore[misc, valid-type]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], fake):
+                return _value(func, args)
+            return func(*args, **(kwargs or {}))
+
+    return Numbers()
 
 
 def _value(func: Any, args: tuple[Any, ...]) -> Any:

@@ -7,17 +7,14 @@ must lie on the line through the first two, else all layers are run.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distkit.advise.exact.children import rehearsed, rehearsed_script
 from distkit.advise.exact.observing import Called, Seen
 from distkit.advise.exact.run import EDGE, OPTIMIZERS, Run
 from distkit.advise.exact.sizes import sizes_of
@@ -28,11 +25,9 @@ from distkit.errors import PlanError
 if TYPE_CHECKING:
     from distkit.advise.advisor import Advice, Candidate, Task
     from distkit.advise.hardware import Hardware
+    from distkit.advise.script import Script
 
-__all__ = ["Exact", "check_exact", "exact_of_advice", "extend", "measure", "of_step", "rehearsed"]
-
-LIMIT_S = 600.0
-"""A run that takes longer is given up."""
+__all__ = ["Exact", "check_exact", "exact_of_advice", "extend", "measure", "of_step"]
 
 OTHERS_UNTIL_S = 100.0
 """Further candidates are run until so many seconds have gone by."""
@@ -86,7 +81,14 @@ class Exact:
 
 
 def measure(
-    task: Task, hardware: Hardware, layout: Layout, *, micro: int, accumulate: int, all_layers: bool = False
+    task: Task,
+    hardware: Hardware,
+    layout: Layout,
+    *,
+    micro: int,
+    accumulate: int,
+    all_layers: bool = False,
+    subject: Script | str | None = None,
 ) -> Exact:
     """Run one candidate, in a process of its own.
 
@@ -97,22 +99,26 @@ def measure(
         micro: Sequences in a micro batch of a data-parallel rank.
         accumulate: Micro batches in a step.
         all_layers: Whether to run all layers in any case.
+        subject: What is run: a script, or ``module:function`` that builds the model; None for a transformer of the model's
+            sizes. Of the first two all layers are run.
 
     Raises:
         PlanError: It can't be run: no such model or optimizer, or the engine isn't installed.
     """
     started = time.monotonic()
-    check_exact(task)
-    sizes_of(task.model)
+    check_exact(task, subject)
+    target = subject if isinstance(subject, str) else ""
+    model = task.model if subject is None else replace(task.model, seen=None)
     run = Run(
-        task.model, task.model.layers, layout.strategy, layout.tensor, hardware.nodes, hardware.each, micro, accumulate,
-        task.sequence, task.optimizer, task.precision, layout.recompute, layout.offload, task.fused_attention,
+        model, model.layers, layout.strategy, layout.tensor, hardware.nodes, hardware.each, micro, accumulate,
+        task.sequence, task.optimizer, task.precision, layout.recompute, layout.offload, task.fused_attention, target,
     )  # fmt: skip
-    counts = [] if all_layers else _counts(run)
-    seen = _extended(run, counts) if counts else None
-    how = f"layers {', '.join(map(str, counts))} of {run.layers} run and extended"
-    if seen is None:
-        (seen,), how = rehearsed(run, [run.layers]), f"all {run.layers} layers run"
+    if subject is None:
+        seen, how = _reference(run, all_layers)
+    elif isinstance(subject, str):
+        (seen,), how = rehearsed(run, [run.layers]), f"the model of {subject}"
+    else:
+        seen, how = rehearsed_script(subject, run), f"two steps of {subject.path}"
     where, kinds = max(seen.peaks.items(), key=lambda item: sum(item[1].values()))
     return Exact(
         layout,
@@ -125,22 +131,36 @@ def measure(
     )
 
 
-def check_exact(task: Task) -> None:
+def _reference(run: Run, all_layers: bool) -> tuple[Seen, str]:
+    """Of a transformer of these sizes, and how much of it was run."""
+    sizes_of(run.model)
+    counts = [] if all_layers else _counts(run)
+    seen = _extended(run, counts) if counts else None
+    if seen is not None:
+        return seen, f"layers {', '.join(map(str, counts))} of {run.layers} run and extended"
+    return rehearsed(run, [run.layers])[0], f"all {run.layers} layers run"
+
+
+def check_exact(task: Task, subject: Script | str | None = None) -> None:
     """Refuse what can't be run.
+
+    Args:
+        task: What is to be trained.
+        subject: What is to be run, as for :func:`measure`.
 
     Raises:
         PlanError: Naming the option.
     """
-    if task.optimizer not in OPTIMIZERS:
+    own_optimizer = subject is not None and not isinstance(subject, str)
+    if task.optimizer not in OPTIMIZERS and not own_optimizer:
         raise PlanError(
             f"--optimizer was set to {task.optimizer!r}, which --exact can't run: it runs torch's own {', '.join(OPTIMIZERS)}",
             hint="--optimizer adamw   or leave --exact out",
         )
-    model = task.model
-    if model.convolution is not None or model.seen is not None:
+    if subject is None and task.model.convolution is not None:
         raise PlanError(
-            f"--exact runs a transformer of given sizes, and {model.name} is another model",
-            hint="--model llama-7b or --params 7B   or leave --exact out",
+            f"--exact runs a real model, and of {task.model.name} only sizes are known",
+            hint="--model package.module:function   a function that returns such a network and a batch, or leave --exact out",
         )
     if task.compress != "none":
         raise PlanError(
@@ -148,19 +168,22 @@ def check_exact(task: Task) -> None:
         )
 
 
-def exact_of_advice(advice: Advice, say: Callable[[str], None]) -> list[tuple[Candidate, Exact]]:
+def exact_of_advice(
+    advice: Advice, say: Callable[[str], None], subject: Script | str | None = None
+) -> list[tuple[Candidate, Exact]]:
     """The recommended candidate, and as many of other kinds as time allows.
 
     Args:
         advice: What was worked out.
         say: Is told what runs now.
+        subject: What is run, as for :func:`measure`.
 
     Raises:
         PlanError: The recommended one can't be run, or nothing fits.
     """
     from distkit.advise.report import shown
 
-    check_exact(advice.task)
+    check_exact(advice.task, subject)
     if advice.recommended is None:
         raise PlanError(f"--exact runs what fits, and {advice.reason}", hint="leave --exact out, or --fit")
     if advice.recommended.layout.strategy not in STRATEGIES:
@@ -175,8 +198,9 @@ def exact_of_advice(advice: Advice, say: Callable[[str], None]) -> list[tuple[Ca
             break
         say(f"running {candidate.layout.describe()} on tensors without data ({len(found) + 1} of up to {len(chosen)})")
         one = measure(
-            advice.task, advice.hardware, candidate.layout, micro=candidate.micro, accumulate=candidate.accumulate
-        )
+            advice.task, advice.hardware, candidate.layout, micro=candidate.micro, accumulate=candidate.accumulate,
+            subject=subject,
+        )  # fmt: skip
         longest = max(longest, one.seconds)
         found.append((candidate, one))
     return found
@@ -296,39 +320,3 @@ def of_step(seen: Seen, accumulate: int) -> tuple[Called, ...]:
 def _engine(layout: Layout) -> str:
     torch = f"torch {version('torch')}"
     return f"DeepSpeed {version('deepspeed')}, {torch}" if layout.strategy.startswith("zero") else torch
-
-
-def rehearsed(run: Run, layers: Sequence[int]) -> list[Seen]:
-    """Run it with each of these numbers of layers, in a process of its own.
-
-    Raises:
-        PlanError: It can't be run.
-    """
-    asked = json.dumps({"run": asdict(run), "layers": list(layers)})
-    command = [sys.executable, "-m", "distkit.advise.exact.run"]
-    here = Path(__file__).parents[2]  # -m looks in the working directory first, and is to find this distkit there
-    try:
-        done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=here
-        )
-    except subprocess.TimeoutExpired as error:
-        raise PlanError(
-            f"running {run.strategy} with {run.layers} layers on tensors without data took more than {LIMIT_S:g} s",
-            hint="leave --exact out",
-        ) from error
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    for answer in answers:
-        if "error" in answer:
-            raise PlanError(f"{run.strategy} can't be run: {answer['error']}", hint=answer["hint"])
-    if done.returncode or len(answers) != len(layers):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PlanError(
-            f"running {run.strategy} on tensors without data ended with status {done.returncode}: {last}",
-            hint="leave --exact out",
-        )
-    return [_seen(answer["seen"]) for answer in answers]
-
-
-def _seen(found: Mapping[str, Any]) -> Seen:
-    calls = {part: [Called(**one) for one in found[part]] for part in ("first", "last")}
-    return Seen(found["parameters"], found["peaks"], **calls)

@@ -75,6 +75,11 @@ class Run:
     target: str = ""
 
     @property
+    def computed_in(self) -> str:
+        """The precision that is run: CPUs have no fp16, and bf16 is as large."""
+        return "bf16" if self.precision == "fp16" else self.precision
+
+    @property
     def ranks(self) -> int:
         """All."""
         return self.nodes * self.each
@@ -164,7 +169,7 @@ def _settings(run: Run, **more: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "strategy": run.strategy,
-        "precision": "bf16" if run.precision == "fp16" else run.precision,  # as large, and CPUs compute in it
+        "precision": run.computed_in,
         "device": "cpu",
         "parallel.tensor": run.tensor,
         "memory.activation_checkpointing": run.recompute,
