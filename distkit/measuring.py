@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ class Measure(Callback):
         self._open = ExitStack()
         self._traffic = TrafficCounter()
         self._found: dict[str, Any] = {"gradients": 0}
+        self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
 
     def on_start(self, trainer: Trainer) -> None:
         """See :class:`Callback`."""
@@ -47,6 +49,8 @@ class Measure(Callback):
             if trainer.global_step + 1 == _COUNTED:
                 now = count_state(trainer.strategy).gradients
                 self._found["gradients"] = max(self._found["gradients"], now)
+                held = trainer.strategy.state_tensors().get("gradients", [])
+                self._gradients = [weakref.ref(_storage(gradient)) for gradient in held]
 
         around(trainer.strategy, "backward", after=look)
         around(trainer.strategy, "optimizer_step", before=look)
@@ -76,7 +80,13 @@ class Measure(Callback):
             {"what": call.what, "message": call.message, "ranks": call.ranks, "count": count}
             for call, count in sorted(self._traffic.calls.items(), key=lambda item: -item[0].message * item[1])
         ]
-        self._found["rest"] = state.total
+        self._found["rest"] = state.total + self._kept_gradients(trainer)
+
+    def _kept_gradients(self, trainer: Trainer) -> int:
+        """Bytes of gradients' memory that nobody sees between two steps, and an engine keeps: buckets of DDP."""
+        seen = {_storage(t)._cdata for kind in trainer.strategy.state_tensors().values() for t in kind}
+        kept = {storage._cdata: storage for one in self._gradients if (storage := one()) is not None}
+        return sum(storage.nbytes() for key, storage in kept.items() if key not in seen)
 
     def _write(self, trainer: Trainer) -> None:
         world = trainer.world
@@ -106,6 +116,11 @@ class Measure(Callback):
         with _cpu_allocations() as found:
             yield
         self._found["above_rest"] = found()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Of this rank's part."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 @contextmanager

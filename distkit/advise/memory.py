@@ -39,6 +39,11 @@ OPTIMIZERS: Mapping[str, int] = {
 }
 """Values that each keeps for a parameter."""
 
+_ROOTS = ("adamw", "adam", "nadam", "radam", "adagrad", "rmsprop")
+"""Optimizers that divide by the roots of their second moments."""
+
+FOREACH = "torch.optim, foreach: about as much as the parameters beyond the for-loop"
+
 
 @dataclass(frozen=True)
 class MemoryBytes:
@@ -168,6 +173,7 @@ def memory_of(
         *activations_of(model, layout, micro, sequence, precision, fused_attention),
         *_buffers(model, layout, sizes, mine, trained),
     ]
+    moving += _step(layout, sizes, trained, optimizer, precision, sum(part.bytes for part in moving), cpu)
     return MemoryBytes.of([*_offloaded(kept, layout, sizes, trained, precision), *moving, *_own(moving, cpu)])
 
 
@@ -243,6 +249,10 @@ def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes, mine: float, 
         if engine.kept:
             gathered = sizes.compute * min(mine, engine.kept + engine.prefetched + max(layer, outside))
             how, source = f"{sizes.compute} bytes x what is kept, gathered ahead, and the largest unit", DEEPSPEED
+            ahead = sizes.compute * min(mine, engine.prefetched)
+            yield Part(
+                "buffers", "gathered ahead, before it is cut up", ahead, f"{sizes.compute} bytes x those", DEEPSPEED
+            )
             reduced, what = sizes.gradient * bucket, f"{sizes.gradient} bytes x reduce_bucket_size"
         yield Part("buffers", "gathered parameters", gathered, how, source)
         yield Part("buffers", "gradients on their way", reduced, what, source)
@@ -259,6 +269,29 @@ def _buffers(model: ModelShape, layout: Layout, sizes: StateSizes, mine: float, 
     yield Part(
         "buffers", "autocast's weights", _casts(model, sizes, layout), f"{sizes.compute} bytes x P / t", AUTOCAST
     )
+
+
+def _step(
+    layout: Layout, sizes: StateSizes, trained: float, optimizer: str, precision: str, backward: float, cpu: bool
+) -> Iterator[Part]:
+    """What an optimizer's step needs beyond what forward and backward need, which is free by then.
+
+    torch's adaptive optimizers take the roots of all second moments at once on GPUs (``foreach``, the default there), and
+    tensor by tensor on CPUs; DeepSpeed steps one flat tensor, for which it puts the gradients into one.
+    """
+    engine = layout.engine
+    if layout.offload != "none" or layout.published:
+        return
+    ranks = layout.shard_ranks if "optimizer" in layout.shards else 1
+    each = 2 if precision == "bf16-pure" else 4
+    roots = each if optimizer in _ROOTS and (not cpu or engine.cuts_flat) else 0
+    flat = each if engine.cuts_flat else 0
+    whole = engine.cuts_flat and "gradients" not in layout.shards  # all but a rank's part are freed first
+    freed = sizes.gradient * (1 - 1 / ranks) if whole else 0.0
+    needed = ((roots + flat) / ranks - freed) * trained
+    how = f"{roots + flat} bytes x P / t" + (" / D" if ranks > 1 else "") + ", less what backward needs"
+    source = DEEPSPEED if engine.cuts_flat else FOREACH
+    yield Part("buffers", "the optimizer's step", max(0.0, needed - backward), how, source)
 
 
 def _own(moving: Sequence[Part], cpu: bool) -> Iterator[Part]:
