@@ -80,16 +80,17 @@ class Measure(Callback):
             {"what": call.what, "message": call.message, "ranks": call.ranks, "count": count}
             for call, count in sorted(self._traffic.calls.items(), key=lambda item: -item[0].message * item[1])
         ]
-        self._found["rest"] = state.total + self._kept_gradients(trainer)
+        self._found["rest"] = state.total
 
     def _kept_gradients(self, trainer: Trainer) -> int:
-        """Bytes of gradients' memory that nobody sees between two steps, and an engine keeps: buckets of DDP."""
+        """Bytes of gradients' memory of an earlier step that nobody sees between two steps, and an engine keeps: DDP's buckets."""
         seen = {_storage(t)._cdata for kind in trainer.strategy.state_tensors().values() for t in kind}
         kept = {storage._cdata: storage for one in self._gradients if (storage := one()) is not None}
         return sum(storage.nbytes() for key, storage in kept.items() if key not in seen)
 
     def _write(self, trainer: Trainer) -> None:
         world = trainer.world
+        self._found["rest"] += self._kept_gradients(trainer)
         self._found |= {
             "processes": world.size,
             "per_node": world.environment.local_size,

@@ -114,9 +114,9 @@ def _step(model: nn.Module, inputs: Inputs, sequence: int, precision: str) -> di
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             found = inputs.of_size(inputs.samples, sequence).into(model)
         return counter.finish(loss_of_outputs(found))
-    except Exception:  # a forward may raise anything when it is given what it doesn't take
+    except Exception as error:  # a forward may raise anything when it is given what it doesn't take
         if inputs.given:
-            raise
+            raise TypeError(f"its forward doesn't take the batch beside it: {type(error).__name__}: {error}") from error
         return None
 
 

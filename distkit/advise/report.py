@@ -62,8 +62,8 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print(_headline(advice.task))
     console.print(advice.hardware.describe())
     rows, wide = shown(advice), console.width >= _WIDE
-    scale, unit = _unit(max(candidate.memory.total for candidate in rows))
-    moved, moved_unit = _unit(max(candidate.traffic.intra + candidate.traffic.inter for candidate in rows))
+    scale, unit = unit_of(max(candidate.memory.total for candidate in rows))
+    moved, moved_unit = unit_of(max(candidate.traffic.intra + candidate.traffic.inter for candidate in rows))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", overflow="fold")
     kinds = ("states", "activations") if wide else ()
@@ -144,8 +144,8 @@ def shown(advice: Advice) -> tuple[Candidate, ...]:
     return tuple(found.values())
 
 
-def _unit(largest: float) -> tuple[float, str]:
-    """A unit in which the largest of some sizes has digits before its point."""
+def unit_of(largest: float) -> tuple[float, str]:
+    """A unit in which the largest of some sizes has digits before its point, with its name."""
     return next(((scale, name) for scale, name in ((1e9, "GB"), (1e6, "MB")) if largest >= scale), (1e3, "KB"))
 
 

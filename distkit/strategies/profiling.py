@@ -45,7 +45,7 @@ class ProfilePreview(SingleStrategy):
         super().__init__(config)
         self.done = done
         self._facts: dict[str, Any] = {}
-        self._open = ExitStack()
+        self._open, self._running = ExitStack(), ExitStack()
         self._counter: StepCounter | None = None
 
     @classmethod
@@ -61,6 +61,8 @@ class ProfilePreview(SingleStrategy):
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
     ) -> tuple[list[nn.Module], list[Optimizer]]:
         """Note the first model that is trained, and put fake tensors into it."""
+        from distkit.advise.exact.faking import numbers_without_data
+
         self._open.close()
         for model in models:
             if not self._facts and any(p.requires_grad for p in model.parameters()):
@@ -78,6 +80,7 @@ class ProfilePreview(SingleStrategy):
             materialize(model, optimizers)
             precision.apply(model)
         self.keep(models, optimizers, precision)
+        self._running.enter_context(numbers_without_data())  # scripts read their loss
         if self._counter is not None:
             self._counter.start()
         return list(models), list(optimizers)

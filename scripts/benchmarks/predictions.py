@@ -101,13 +101,20 @@ def show(row: dict[str, object], *, first: bool) -> None:
     )
 
 
+def cases(text: str) -> list[str]:
+    unknown = [name for name in text.split(",") if name not in CASES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such case: {', '.join(unknown)}; there are {', '.join(CASES)}")
+    return text.split(",")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), metavar="gpt,llama")
     parser.add_argument(
         "--processes", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], metavar="2,4"
     )
-    parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(CASES), metavar="NAMES")
+    parser.add_argument("--strategies", type=cases, default=list(CASES), metavar="NAMES", help=", ".join(CASES))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 

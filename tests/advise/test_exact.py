@@ -30,6 +30,8 @@ from distkit.cli import app
 from distkit.errors import DistkitError, PlanError
 from tests.pool import Pool
 
+GPT = str(Path(__file__).resolve().parents[2] / "recipes/gpt/train.py")
+
 
 def shape(layers: int, *, gated: bool = True, vocabulary: int = 255, hidden: int = 256) -> ModelShape:
     """A small model; of an odd vocabulary, unless told otherwise, which no tensor group splits."""
@@ -219,8 +221,10 @@ def test_the_command(tmp_path: Path) -> None:
         (["--params", "7B", "--hardware", "8xA100-80G", "--exact", "--optimizer", "lamb"], "which --exact can't run"),
         (["--params", "70B", "--hardware", "1x1xA100-80G", "--exact"], "nothing fits"),
         (["--params", "7B", "--hardware", "8xA100-80G", "--exact", "--fit"], "leave --fit, --check and --layout out"),
-        (["--model", "resnet50", "--hardware", "8xA100-80G", "--exact", "--batch", "64"], "is another model"),
+        (["--model", "resnet50", "--hardware", "8xA100-80G", "--exact", "--batch", "64"], "only sizes are known"),
         (["--params", "7B", "--hardware", "8xA100-80G", "--exact", "--compress", "bf16"], "leave --compress or"),
+        ([GPT, "--hardware", "8xA100-80G", "--exact", "--optimizer", "sgd"], "--optimizer was set, and --exact runs"),
+        ([GPT, "--hardware", "8xA100-80G", "--exact", "--seq", "64"], "--seq was set, and --exact runs"),
     ],
 )
 def test_nonsense(words: list[str], message: str) -> None:

@@ -87,9 +87,16 @@ def test_a_model_too_large_for_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_step_that_wants_values(tmp_path: Path) -> None:
-    seen = look_at(Script(str(write(tmp_path, SCRIPT.format(width=8, between="print(loss.item())")))))
+    script = SCRIPT.format(width=8, between="print(loss.detach().numpy())")
+    seen = look_at(Script(str(write(tmp_path, script))))
     assert seen.model.parameters == 8 * 8 + 8 + 8 + 1
     assert seen.model.seen is not None and seen.model.seen.step is None and "without values" in seen.note
+
+
+def test_a_step_that_reads_its_loss(tmp_path: Path) -> None:
+    reads = "assert loss.item() == float(loss) and not bool(loss > 0)"
+    seen = look_at(Script(str(write(tmp_path, SCRIPT.format(width=8, between=reads)))))
+    assert seen.note == "" and seen.model.seen is not None and seen.model.seen.step is not None
 
 
 def test_a_script_without_a_model(tmp_path: Path) -> None:

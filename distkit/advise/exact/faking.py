@@ -309,9 +309,11 @@ class Watch:
             self.allocations.changed(known[0], storage.nbytes())
 
 
-def numbers_without_data() -> Any:
-    """While it is open, whoever asks for the number in a tensor without data gets one; elsewhere than under a :class:`Watch`."""
+@contextmanager
+def numbers_without_data() -> Iterator[None]:
+    """While it is open, whoever asks for the number in a tensor without data gets one: 1.0, 0 or False; and all are finite."""
     base = _private("torch.utils._python_dispatch", "TorchDispatchMode")
+    functions = _private("torch.overrides", "TorchFunctionMode")
     fake = _private("torch._subclasses.fake_tensor", "FakeTensor")
 
     class Numbers(base):  # type: ignore[misc, valid-type]
@@ -320,11 +322,27 @@ def numbers_without_data() -> Any:
                 return _value(func, args)
             return func(*args, **(kwargs or {}))
 
-    return Numbers()
+    class Finite(functions):  # type: ignore[misc, valid-type]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.isfinite, torch.Tensor.isfinite) and isinstance(args[0], fake):
+                with _real():
+                    return torch.ones(args[0].shape, dtype=torch.bool)
+            return func(*args, **(kwargs or {}))
+
+    with Finite(), Numbers():
+        yield
+
+
+def _real() -> Any:
+    """No mode sees what is done while it is open."""
+    return _private("torch._C", "_DisableTorchDispatch")()
 
 
 def _value(func: Any, args: tuple[Any, ...]) -> Any:
-    """What a fake number is when a program asks: nobody is out of range, and every count is 0."""
+    """What a fake number is when a program asks: nobody is out of range, and every count is 0. A real one is what it is."""
+    if not isinstance(args[0], _private("torch._subclasses.fake_tensor", "FakeTensor")):
+        with _real():
+            return func(*args)
     unknown = _private("torch._subclasses.fake_tensor", "DataDependentOutputException")
     try:
         return func(*args)

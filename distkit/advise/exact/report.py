@@ -10,6 +10,7 @@ from distkit.advise.advisor import Candidate, Task
 from distkit.advise.exact.measure import Exact
 from distkit.advise.hardware import catalogue
 from distkit.advise.memory import KINDS, MemoryBytes, memory_of
+from distkit.advise.report import unit_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,13 +45,14 @@ class Comparison:
         return self.needed <= self.candidate.limit
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Kind, closed form, exact, and by how much the closed form is off; in GB."""
+        """Kind, closed form, exact, and by how much the closed form is off."""
+        scale, unit = unit_of(self.exact.memory.total)
         found = []
         for kind in (*KINDS, "total", "host"):
             closed, exact = float(getattr(self.closed, kind)), float(getattr(self.exact.memory, kind))
             if kind != "host" or closed or exact:
                 off = f"{closed / exact - 1:+.0%}" if exact else "-"
-                found.append((kind, f"{closed / 1e9:.2f}", f"{exact / 1e9:.2f}", off))
+                found.append((kind, f"{closed / scale:.2f} {unit}", f"{exact / scale:.2f} {unit}", off))
         return found
 
     def verdict(self) -> str:
@@ -91,7 +93,7 @@ def show_exact(compared: Sequence[Comparison], console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Tensors of a rank at the peak, GB", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Tensors of a rank at the peak", title_justify="left")
     for name in ("strategy", "kind", "closed form", "exact", "difference"):
         table.add_column(name, justify="left" if name in ("strategy", "kind") else "right")
     for one in compared:
