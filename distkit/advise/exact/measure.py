@@ -1,8 +1,8 @@
-"""What a candidate allocates and sends when it is run: the real engine and a model of these sizes, on tensors without data.
+"""What a candidate allocates and sends when it is run: the real engine and a model, on tensors without data.
 
-The layers of a transformer repeat, so a few are run, with three different counts. What each stretch of a step (the backward of
-the last layer but one, the optimizer's step ...) holds at its peak is a straight line in the number of layers; the third count
-must lie on the line through the first two, else all layers are run.
+Users' own scripts and models are run whole. The layers of a transformer of given sizes are all alike, so a few are run, with three
+different counts. What each stretch of a step (the backward of the last layer but one, the optimizer's step ...) holds at its peak
+is a straight line in the number of layers; the third count must lie on the line through the first two, else all layers are run.
 """
 
 from __future__ import annotations
