@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from distkit.strategies.base import Strategy
 
-__all__ = ["StateBytes", "count_bytes", "count_state", "state_of"]
+__all__ = ["StateBytes", "count_bytes", "count_state", "free_on_host", "state_of"]
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 
@@ -81,6 +82,16 @@ def state_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> di
         ],
         "buffers": [buffer for model in models for buffer in model.buffers()],
     }
+
+
+def free_on_host() -> int | None:
+    """Bytes of this machine's memory that programs can still get; None where the system doesn't say (not Linux)."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    lines = (line for line in text.splitlines() if line.startswith("MemAvailable:"))
+    return next((int(line.split()[1]) * 1024 for line in lines), None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

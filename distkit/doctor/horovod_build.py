@@ -30,6 +30,7 @@ from pathlib import Path
 from distkit.doctor.horovod_toolchain import HOROVOD, BuildOptions, Toolchain, find_toolchain
 from distkit.doctor.long_command import failing_line, run_logged
 from distkit.errors import DistkitError, StrategyUnavailable
+from distkit.memory import free_on_host
 
 __all__ = ["BuildOptions", "cache_folder", "install_horovod", "main"]
 
@@ -240,12 +241,8 @@ def _run(what: str, command: Sequence[str], log: Path, environ: dict[str, str] |
 
 def _jobs() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        text = Path("/proc/meminfo").read_text()
-        free = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return cores
-    return max(1, min(cores, free // _BYTES_A_JOB))
+    free = free_on_host()
+    return cores if free is None else max(1, min(cores, free // _BYTES_A_JOB))
 
 
 # -- the cache and the installation -------------------------------------------------------------------------------------

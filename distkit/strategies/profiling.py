@@ -10,7 +10,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distkit.errors import PlanError, UsageError
 from distkit.strategies.blocks import find_blocks
 from distkit.strategies.single import SingleStrategy
 
@@ -161,21 +162,57 @@ def _heads(model: nn.Module) -> tuple[int, int]:
 
 
 def layout_without_values(model: nn.Module, config: Config, loader: Any) -> Layout:
-    """How a tensor group of the size that is set would split a model on the meta device; needs values, which are drawn anew.
+    """How a tensor group of the size that is set would split a model on the meta device.
+
+    Layers have to be tried out, for which their values are drawn anew: of layers that are all alike only a few, if the model
+    runs with them.
 
     Raises:
         ConfigError: ``parallel.tensor_layout`` names what can't be split so.
-        UsageError: The model can't be run on a batch.
+        UsageError: The model can't be run on a batch, or the host hasn't the memory.
     """
+    from distkit.strategies.tensor_parallel.shortened import lengthen, shorten
+
+    short = copy.deepcopy(model)
+    lengths = {} if isinstance(config.parallel.tensor_layout, dict) else shorten(short)
+    if lengths:
+        with suppress(UsageError):
+            return lengthen(_found_layout(short, config, loader), lengths)
+    return _found_layout(copy.deepcopy(model), config, loader)
+
+
+_COPIES = 3
+"""Of its weights, while a model's layers are tried out."""
+
+
+def _found_layout(model: nn.Module, config: Config, loader: Any) -> Layout:
+    from distkit.memory import free_on_host
     from distkit.strategies.tensor_parallel.detect import detect, random_twin
     from distkit.strategies.tensor_parallel.example import find_run
     from distkit.strategies.tensor_parallel.wishes import plan_of, wishes_of
 
+    needed, free = _COPIES * sum(p.numel() * p.element_size() for p in model.parameters()), free_on_host()
+    if free is not None and needed > free:
+        raise PlanError(
+            f"how {type(model).__name__} is split over a tensor group is tried out, for which its layers need {needed / 1e9:.1f} GB "
+            f"of this host's memory, and {free / 1e9:.1f} GB are free",
+            hint="on a host with more memory, or without tensor groups: parallel.tensor=1",
+        )
     chosen = config.parallel.tensor_layout
     wishes = wishes_of(model, chosen if isinstance(chosen, dict) else {})
-    model = copy.deepcopy(model)
-    _replace_parameters(model, lambda p: torch.empty(p.shape, dtype=p.dtype) if p.is_meta else p.detach())
+    _replace_parameters(model, _drawn)
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            module._buffers[name] = None if buffer is None else _drawn(buffer)
     return detect(model, find_run(model, random_twin(model), loader), config.parallel.tensor, wishes, plan_of(model))
+
+
+def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+    """Values for one on the meta device; random ones, where it isn't of whole numbers."""
+    if not tensor.is_meta:
+        return tensor.detach()
+    random = tensor.is_floating_point()
+    return torch.rand(tensor.shape, dtype=tensor.dtype) if random else torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _tensor_facts(model: nn.Module, config: Config, loader: Any) -> dict[str, Any]:

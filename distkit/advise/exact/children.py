@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -104,10 +105,13 @@ def _too_long(what: str) -> PlanError:
 
 
 def _ended(what: str, status: int, said: str) -> PlanError:
-    last = (said.strip().splitlines() or ["no message"])[-1]
+    lines = said.strip().splitlines() or ["no message"]
+    hint = "leave --exact out"
+    if lines[-1].startswith("Hint: ") and len(lines) > 1:  # an error of ours
+        hint = lines.pop().removeprefix("Hint: ")
+    reason = "it was killed, as by a host without memory" if status == -signal.SIGKILL else lines[-1]
     return PlanError(
-        f"running {what} on tensors without data ended with status {status} before its second step: {last}",
-        hint="leave --exact out",
+        f"running {what} on tensors without data ended with status {status} before its second step: {reason}", hint=hint
     )
 
 
