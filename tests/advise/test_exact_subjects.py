@@ -156,6 +156,25 @@ def test_scripts_of_any_form(tmp_path: Path, form: str, strategy: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]  # nothing was written
 
 
+def test_each_of_two_models_over_a_tensor_group_is_split_in_its_own_way(tmp_path: Path) -> None:
+    wide = "nn.Sequential(nn.Linear({0}, 64), nn.ReLU(), nn.Linear(64, {1}))"
+    form = FORMS["two-optimizers"].replace(
+        "nn.Linear(16, 512), nn.Linear(512, 1)", f"{wide.format(16, 512)}, {wide.format(512, 1)}"
+    )
+    form = form.replace(
+        "        maker, judge, making",
+        """
+        maker.example_input_array, judge.example_input_array = torch.randn(2, 16), torch.randn(2, 512)
+        maker, judge, making""".strip("\n"),
+    )
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(form))
+    seen = rehearsed_script(Script(str(path)), run_of("ddp", 4, tensor=2))
+    matrices = 64 * (16 + 512) + 64 * (512 + 1)
+    held = max(kinds["parameters"] for kinds in seen.peaks.values())
+    assert held == 4 * (matrices // 2 + 64 // 2 + 512 + 64 // 2 + 1)
+
+
 def test_a_script_that_wants_values_is_told(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(FORMS["fit"]).replace("m(b[0])", "torch.tensor(m(b[0]).numpy())"))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distkit.config import Config
     from distkit.precision import Precision
     from distkit.strategies.base import Strategy
+    from distkit.strategies.tensor_parallel.layout import Layout
     from distkit.world import World
     from distkit.world.environment import Environment
 
@@ -60,6 +61,8 @@ class ExactPreview(SingleStrategy):
         self._building, self._running, self._window = ExitStack(), ExitStack(), ExitStack()
         self._in_window = False
         self._observer: Observer | None = None
+        self._layouts: dict[int, Layout] = {}
+        """By the identity of the model."""
 
     @classmethod
     def check(cls, config: Config, *, processes: int | None) -> None:
@@ -77,8 +80,12 @@ class ExactPreview(SingleStrategy):
         self._building.close()
         if not models:
             return list(models), list(optimizers)
+        if self.config.parallel.tensor > 1:
+            for model in models:
+                if any(p.requires_grad for p in model.parameters()):
+                    self._layouts[id(model)] = layout_without_values(model, self.config, self.example_loader)
         if self._observer is None:
-            self._observer = self._start(models)
+            self._observer = self._start()
         with ExitStack() as window:
             self._open(window)
             for model in models:
@@ -90,14 +97,11 @@ class ExactPreview(SingleStrategy):
         self.models, self.optimizers = real.models, real.optimizers
         return prepared
 
-    def _start(self, models: Sequence[nn.Module]) -> Observer:
+    def _start(self) -> Observer:
         """The real strategy, as rank 0 of all."""
-        layout = None
-        if self.config.parallel.tensor > 1:
-            trained = next(model for model in models if any(p.requires_grad for p in model.parameters()))
-            layout = layout_without_values(trained, self.config, self.example_loader)
+        layout_of = None if self.config.parallel.tensor == 1 else lambda model: self._layouts[id(model)]
         self._running.enter_context(fake_ranks(self._nodes * self._each))
-        real = strategy_over(self.config, self._nodes * self._each, layout)
+        real = strategy_over(self.config, self._nodes * self._each, layout_of)
         real.example_loader = self.example_loader
         real.connect(environment_of(self._nodes, self._each))
         observer = Observer(real, self._watch, each=self._each)

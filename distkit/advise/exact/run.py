@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from distkit.advise.exact.observing import Seen
     from distkit.config import Config
     from distkit.strategies.base import Strategy
+    from distkit.strategies.tensor_parallel.layout import Layout
     from distkit.world.environment import Environment
 
 __all__ = ["EDGE", "OPTIMIZERS", "Rehearsal", "Run", "environment_of", "rehearse", "strategy_of", "strategy_over"]
@@ -132,34 +134,40 @@ def strategy_of(run: Run, built: Any = None, **more: Any) -> Strategy:
         overrides=[f"{key}={json.dumps(value)}" for key, value in _settings(run, **more).items()]
     ).config
     if run.tensor == 1:
-        return strategy_over(config, run.ranks, None)
+        return strategy_over(config, run.ranks)
     if built is not None:
         from distkit.strategies.profiling import layout_without_values
 
         model, inputs = built
         if getattr(model, "example_input_array", None) is None:
             model.example_input_array = inputs.example_for(model)
-        return strategy_over(config, run.ranks, layout_without_values(model, config, None))
-    sizes = replace(sizes_of(run.model, fused=run.fused_attention), layers=run.layers)
-    return strategy_over(config, run.ranks, tensor_layout(sizes, run.tensor))
+        layout = layout_without_values(model, config, None)
+    else:
+        layout = tensor_layout(replace(sizes_of(run.model, fused=run.fused_attention), layers=run.layers), run.tensor)
+    return strategy_over(config, run.ranks, lambda _: layout)
 
 
-def strategy_over(config: Config, ranks: int, layout: Any) -> Strategy:
-    """The strategy of these settings; over split layers, if there is a layout.
+def strategy_over(config: Config, ranks: int, layout_of: Callable[[torch.nn.Module], Layout] | None = None) -> Strategy:
+    """The strategy of these settings.
 
-    Rank 0 needn't look at numbers to find out which are split.
+    Args:
+        config: The settings.
+        ranks: As many as the plan has.
+        layout_of: How a model is split over a tensor group: rank 0 needn't look at numbers to find out.
     """
     from distkit.strategies.registry import strategy_class
 
     chosen = strategy_class(config.strategy)
     chosen.check(config, processes=ranks)
-    if layout is None:
+    if layout_of is None:
         return chosen.for_run(config)(config)
     from distkit.strategies.tensor_parallel.mixin import TensorParallelMixin, with_tensor_parallelism
 
+    found = layout_of
+
     class Written(TensorParallelMixin):
-        def _agreed_layout(self, model: torch.nn.Module) -> Any:
-            return layout
+        def _agreed_layout(self, model: torch.nn.Module) -> Layout:
+            return found(model)
 
     return with_tensor_parallelism(chosen, Written)(config)
 
