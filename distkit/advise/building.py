@@ -99,12 +99,11 @@ def _step(model: nn.Module, inputs: Inputs, sequence: int, precision: str) -> di
         As :meth:`~distkit.strategies.profiling.StepCounter.finish`; None where the model takes something else.
     """
     import torch
-    from torch import nn
 
     from distkit.advise.inputs import loss_of_outputs
     from distkit.strategies.profiling import StepCounter, materialize
 
-    if not inputs.given and not any(isinstance(module, nn.Embedding) for module in model.modules()):
+    if not inputs.may_go_into(model):
         return None
     materialize(model, [])
     counter = StepCounter(model)

@@ -36,6 +36,10 @@ class Inputs:
         found = tree_leaves((self.positional, dict(self.named or {})))
         return next(leaf.shape[0] for leaf in found if isinstance(leaf, torch.Tensor) and leaf.dim())
 
+    def may_go_into(self, model: nn.Module) -> bool:
+        """Whether they are the function's own, or the model has an embedding for tokens."""
+        return self.given or any(isinstance(module, nn.Embedding) for module in model.modules())
+
     def into(self, model: nn.Module) -> Any:
         """What the model makes of them."""
         return model(*self.positional, **(self.named or {}))
@@ -100,8 +104,6 @@ def loss_of_outputs(output: Any) -> torch.Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:
         return own
-    plain = (
-        dict(output) if isinstance(output, Mapping) else output
-    )  # transformers' outputs: torch's trees don't know them
+    plain = dict(output) if isinstance(output, Mapping) else output  # torch's trees don't know transformers' outputs
     outputs = [t for t in tree_leaves(plain) if isinstance(t, torch.Tensor) and t.requires_grad]
     return max(outputs, key=torch.numel).float().log_softmax(-1).sum()

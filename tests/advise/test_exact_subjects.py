@@ -211,6 +211,9 @@ class Encoder(nn.Module):
 def encoder():
     return Encoder()
 
+def alone():
+    return nn.Linear(4, 4)
+
 def wrong():
     return nn.Linear(4, 4), torch.zeros(2, 5)
 """
@@ -249,6 +252,13 @@ def test_a_function_of_tokens_over_a_tensor_group(models: Path) -> None:
     assert held[0] == 4 * whole.parameters and held[1] == pytest.approx(held[0] / 2, rel=0.05)
     sums = next(one for one in split.last if (one.what, one.ranks) == ("all_reduce", 2) and one.message > 10_000)
     assert sums.count >= 2 * 2 * 3  # two a layer, each way
+
+
+def test_a_function_without_a_batch(models: Path) -> None:
+    with pytest.raises(
+        PlanError, match="the Linear of mine:alone has no embedding for tokens, and no batch came with it"
+    ):
+        rehearsed(run_of("ddp", 2, target="mine:alone"), [1])
 
 
 def test_a_batch_that_the_model_does_not_take(models: Path) -> None:

@@ -93,18 +93,23 @@ def rehearse(run: Run) -> Seen:
     from distkit.advise.exact.allocations import Allocations
     from distkit.advise.exact.faking import Watch, fake_mode, fake_ranks, fake_tensors, watching
 
-    model = None
+    built = None
     if run.target:
         try:
-            model = build(run.target)
+            built = build(run.target)
         except Exception as error:  # the user's code may raise anything
             raise PlanError(f"{run.target} doesn't build a model: {error}", hint="leave --exact out") from error
+        if not built[1].may_go_into(built[0]):
+            raise PlanError(
+                f"the {type(built[0]).__name__} of {run.target} has no embedding for tokens, and no batch came with it",
+                hint="return model, torch.zeros(1, 3, 224, 224)   a batch beside the model, or leave --exact out",
+            )
     with fake_ranks(run.ranks):
-        strategy = strategy_of(run, model)
+        strategy = strategy_of(run, built)
         strategy.connect(environment_of(run.nodes, run.each))
         watch = Watch(Allocations())
         with fake_tensors(fake_mode()), watching(watch):
-            rehearsal = Rehearsal(run, strategy, watch, model)
+            rehearsal = Rehearsal(run, strategy, watch, built)
             rehearsal.step(look=False)
             rehearsal.step()
             seen = rehearsal.seen()
