@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,17 +47,21 @@ def plan(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", metavar="N", help="Sequences in an optimizer step, in all; else 256.")
+        int | None,
+        typer.Option("--batch", metavar="N", help="Sequences in an optimizer step, in all; else the script's, or 256."),
     ] = None,
     accumulate: Annotated[
         int | None, typer.Option("--accumulate", metavar="N", help="Micro batches in it; else the fewest that fit.")
     ] = None,
-    sequence: Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens in a sequence; else 2048.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option("--seq", metavar="N", help="Tokens in a sequence; else the script's, or 2048.")
+    ] = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd, lion, ...; else adamw.")
+        str | None,
+        typer.Option("--optimizer", metavar="NAME", help="adamw, sgd, lion, ...; else the script's, or adamw."),
     ] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", metavar="NAME", help="As the setting; else bf16.")
+        str | None, typer.Option("--precision", metavar="NAME", help="As the setting; else the script's, or bf16.")
     ] = None,
     recompute: Annotated[
         str, typer.Option("--recompute", metavar="auto|none|selective|full", help="Activation checkpointing.")
@@ -108,7 +112,10 @@ def plan(
     ] = "torch",
     file: Annotated[str | None, typer.Option("-c", "--config", metavar="FILE", help="YAML file with settings.")] = None,
     strategy: Annotated[
-        str | None, typer.Option("-s", "--strategy", metavar="NAME", help="Way of training, as for distkit-run.")
+        str | None,
+        typer.Option(
+            "-s", "--strategy", metavar="NAME", help="Way of training, for --check and --layout; a plan tries all."
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; can be given often.")
@@ -119,6 +126,8 @@ def plan(
 
     The model is that of a script, of which one step is looked at without any values; or --model; or --params alone. Every
     strategy is worked out: memory by kind, traffic by link, time, and which to take.
+
+    Options stand before the script; what follows it is the script's own.
 
     With --check the script takes three steps here, under the strategy that is set, and ends: what was predicted for them
     stands beside what was counted.
@@ -134,6 +143,7 @@ def plan(
       distkit plan --model resnet101 --batch 2048 --precision fp16 --hardware 4x8xV100-32G --inter 25Gbps
       distkit plan --hardware 2x8xA100-80G train.py --size large
       distkit plan --here train.py
+      distkit plan --hardware 1x8xA100-80G --exact train.py
       distkit plan --check -s zero3 --nproc 2 train.py
       distkit plan --model llama-13b --hardware 4x8xA100-80G --accumulate 4 --exact
       distkit plan --layout --set parallel.tensor=4 train.py
@@ -162,6 +172,17 @@ def plan(
             "what to plan for was not said",
             hint="distkit plan --params 7B --hardware 8xA100-80G   or distkit plan --here train.py",
         )
+    if script is None and (file or chosen):
+        raise UsageError(
+            "-c, -s and --set are settings of a script, and there is none",
+            hint="distkit plan --params 7B --precision bf16 ...",
+        )
+    if strategy is not None and not (check or layout):
+        raise UsageError(
+            f"-s {strategy} was set, and a plan tries every strategy",
+            hint=f"distkit plan --check -s {strategy} ...   measures one, or leave -s out",
+        )
+    _refuse_behind(script, arguments or [], here or hardware is not None or check or layout)
     code = None if script is None else _script(script, arguments or [], file, chosen)
     if code is not None and (check or layout):
         raise typer.Exit(_check(code, nproc, as_json) if check else _layout(code, as_json))
@@ -173,6 +194,16 @@ def plan(
     task, hard = _task(code, params, model, wishes, where)
     built = model if model is not None and ":" in model else None
     _advise(task, hard, calibrate, html, fit, as_json, exact, code or built)
+
+
+def _refuse_behind(script: str | None, arguments: Sequence[str], where_is_said: bool) -> None:
+    """Options of ours that stand behind the script were given to it."""
+    behind = [word for word in arguments if word.partition("=")[0] in ("--hardware", "--here")]
+    if behind and not where_is_said:
+        raise UsageError(
+            f"{behind[0]} stands behind {script}, so it is one of the script's own arguments",
+            hint=f"distkit plan {behind[0]} ... {script}   options of distkit plan stand before the script",
+        )
 
 
 @dataclass(frozen=True)
@@ -228,7 +259,7 @@ def _task(
         hardware = where.found()
         task, note = task_of(script, hardware, wishes)
         if note:
-            sys.stderr.write(f"distkit: {note}\n")
+            _note(note)
         return task, hardware
     defaults = {"batch": 256, "sequence": 2048, "optimizer": "adamw", "precision": "bf16"}
     asked = wishes["sequence"]
@@ -238,12 +269,25 @@ def _task(
     elif model is not None and ":" in model:
         from distkit.advise.building import model_built_by
 
-        shape = model_built_by(model, sequence=wishes["sequence"], precision=wishes["precision"])
+        built = model_built_by(model, sequence=wishes["sequence"], precision=wishes["precision"])
+        if built.note:
+            _note(built.note)
+        if built.tokens is not None and asked not in (None, built.tokens):
+            raise UsageError(
+                f"--seq was set to {asked}, and the batch of {model} has {built.tokens} tokens in a sample",
+                hint=f"--model {model}   without --seq",
+            )
+        shape, wishes["sequence"] = built.model, built.tokens or wishes["sequence"]
     else:
         shape = model_named(str(model))
     if shape.convolution is not None and asked is not None:
         raise UsageError(f"--seq was set, but {shape.name} takes images", hint=f"--model {shape.name}   without --seq")
     return Task(shape, **wishes), where.found()
+
+
+def _note(line: str) -> None:
+    """What a user should know, beside what is printed."""
+    sys.stderr.write(f"distkit: {line}\n")
 
 
 def _advise(
@@ -296,7 +340,7 @@ def _exact(found: Advice, subject: Script | str | None) -> list[Comparison]:
     from distkit.advise.exact.report import compare
 
     with Console(stderr=True).status("") as status:
-        return compare(found.task, exact_of_advice(found, status.update, subject))
+        return compare(found.task, exact_of_advice(found, status.update, subject, warn=_note))
 
 
 def _fit(task: Task, hardware: Hardware, as_json: bool) -> None:

@@ -16,7 +16,6 @@ from distkit.advise.layout import Layout, layout_of_run
 from distkit.advise.memory import OPTIMIZERS, memory_of
 from distkit.advise.script import Script, SeenScript, quiet_overrides
 from distkit.advise.traffic import Collective, collectives_of
-from distkit.config import load_config
 from distkit.config.nearest import nearest
 from distkit.errors import LaunchError, PlanError
 
@@ -77,7 +76,7 @@ def check_script(script: Script, seen: SeenScript, *, nproc: str) -> tuple[str, 
         PlanError: The optimizer isn't one whose states are known.
         LaunchError: The run failed, or ended before enough steps were taken.
     """
-    config = load_config(file=script.config, overrides=list(script.overrides)).config
+    config = seen.config
     if seen.optimizer not in OPTIMIZERS:
         near = nearest(seen.optimizer, list(OPTIMIZERS))
         raise PlanError(

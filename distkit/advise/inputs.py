@@ -100,10 +100,16 @@ def inputs_of(example: Any) -> Inputs:
 
 
 def loss_of_outputs(output: Any) -> torch.Tensor:
-    """The model's own loss, where labels went in (``output.loss``); else the sum over the largest output's log-softmax."""
+    """The model's own loss, where labels went in (``output.loss``); else the sum over the largest output's log-softmax.
+
+    Raises:
+        TypeError: There is nothing to make a loss of.
+    """
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:
         return own
     plain = dict(output) if isinstance(output, Mapping) else output  # torch's trees don't know transformers' outputs
     outputs = [t for t in tree_leaves(plain) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not outputs:
+        raise TypeError("nothing that its forward returns depends on its parameters")
     return max(outputs, key=torch.numel).float().log_softmax(-1).sum()

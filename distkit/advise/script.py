@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distkit.advise.advisor import Task
 from distkit.advise.hardware import Hardware
@@ -18,6 +18,9 @@ from distkit.advise.models import ModelShape, model_of_facts
 from distkit.config import load_config
 from distkit.config.launchline import VARIABLE, LaunchSettings
 from distkit.errors import PlanError, UsageError
+
+if TYPE_CHECKING:
+    from distkit.config import Config
 
 __all__ = ["Script", "SeenScript", "look_at", "quiet_overrides", "task_of"]
 
@@ -74,6 +77,7 @@ class SeenScript:
         batch: Samples in a batch of its loader; None where it has none of a fixed size.
         tokens: In each sample; 1 where samples aren't made of tokens.
         optimizer: Name of its optimizer.
+        config: All its settings: what it gives to its Trainer, the file's, and the launch line's.
         note: Why its step couldn't be looked at; empty if it could.
     """
 
@@ -81,6 +85,7 @@ class SeenScript:
     batch: int | None
     tokens: int
     optimizer: str
+    config: Config
     note: str
 
 
@@ -95,26 +100,26 @@ def look_at(script: Script) -> SeenScript:
     Raises:
         UsageError: It ends or fails before it has prepared a model.
     """
-    precision = load_config(file=script.config, overrides=list(script.overrides)).config.precision
     with tempfile.TemporaryDirectory(prefix="distkit-plan-") as folder:
         done = Path(folder) / "facts.json"
         process = script.preview("profile", folder, done=str(done))
         _, said = process.communicate()
         if not done.exists():
             last = said.strip().splitlines()[-1] if said.strip() else f"exit status {process.returncode}"
-            raise UsageError(
-                f"{script.path} ended without preparing a model: {last}",
-                hint="model, optimizer, loader = trainer.prepare(model, optimizer, loader)",
-            )
+            hint = "model, optimizer, loader = trainer.prepare(model, optimizer, loader)"
+            if script.arguments and "arguments" in last:
+                hint = f"distkit plan OPTIONS {script.path} ARGUMENTS   options of distkit plan stand before the script"
+            raise UsageError(f"{script.path} ended without preparing a model: {last}", hint=hint)
         facts = json.loads(done.read_text(encoding="utf-8"))
     note = ""
     if facts.get("step") is None:
         last = said.strip().splitlines()[-1] if said.strip() else "no step was taken"
         note = f"the script's step can't be run without values ({last[:200]}), so a typical one is assumed"
-    model = model_of_facts(facts, precision)
+    config = load_config(script=facts["settings"]).config
+    model = model_of_facts(facts, config.precision)
     step = None if model.seen is None else model.seen.step
     tokens = round(step.tokens) if step is not None and step.tokens > 1 else 1
-    return SeenScript(model, facts["batch"], tokens, facts["optimizer"] or "adamw", note)
+    return SeenScript(model, facts["batch"], tokens, facts["optimizer"] or "adamw", config, note)
 
 
 def task_of(script: Script, hardware: Hardware, wishes: Mapping[str, Any]) -> tuple[Task, str]:
@@ -135,8 +140,8 @@ def task_of(script: Script, hardware: Hardware, wishes: Mapping[str, Any]) -> tu
     """
     from distkit.data.batch import resolve_batch
 
-    config = load_config(file=script.config, overrides=list(script.overrides)).config
     seen = look_at(script)
+    config = seen.config
     batch = wishes["batch"]
     if batch is None:
         found = resolve_batch(config.batch, seen.batch, hardware.devices).global_batch

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ class ProfilePreview(SingleStrategy):
                     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
                     groups = (group["params"] for group in optimizers[0].param_groups)
                     self._facts["groups"] = [[places[id(p)] for p in group if p.requires_grad] for group in groups]
-                self._facts |= self._batch()
+                self._facts |= {**self._batch(), "settings": asdict(self.config)}
                 if self.config.parallel.tensor > 1:
                     self._facts["tensor"] = _tensor_facts(model, self.config, self.example_loader)
                 self._write()
@@ -196,7 +197,7 @@ def _found_layout(model: nn.Module, config: Config, loader: Any) -> Layout:
         raise PlanError(
             f"how {type(model).__name__} is split over a tensor group is tried out, for which its layers need {needed / 1e9:.1f} GB "
             f"of this host's memory, and {free / 1e9:.1f} GB are free",
-            hint="on a host with more memory, or without tensor groups: parallel.tensor=1",
+            hint="a host with more memory; or leave out what asks for tensor groups: --exact, or parallel.tensor",
         )
     chosen = config.parallel.tensor_layout
     wishes = wishes_of(model, chosen if isinstance(chosen, dict) else {})
@@ -260,12 +261,12 @@ def materialize(model: nn.Module, optimizers: Sequence[Optimizer], mode: Any = N
     Args:
         model: May be on the meta device.
         optimizers: Over its parameters.
-        mode: torch's FakeTensorMode that the tensors are to belong to; None for one of their own. Buffers with values keep
-            them then.
+        mode: From :func:`distkit.advise.exact.faking.fake_mode`: what the tensors are to belong to; None for one of their
+            own. Buffers with values keep them then.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from distkit.advise.exact.faking import fake_mode
 
-    own = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+    own = fake_mode() if mode is None else mode
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with own:

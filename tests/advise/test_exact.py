@@ -244,7 +244,7 @@ def test_what_cannot_be_built_or_run() -> None:
 
 
 def test_time_bounds_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recommended one in any case, others while there is time."""
+    """The recommended one in any case, others while there is time; what can't be run is left out."""
     advice = advise(Task(FAMILIES["llama-7b"], batch=64), parse_hardware("2x8xA100-80G"))
     assert advice.recommended is not None
 
@@ -255,5 +255,14 @@ def test_time_bounds_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("distkit.advise.exact.measure.measure", measured)
         return [candidate.layout.describe() for candidate, _ in exact_of_advice(advice, lambda _: None)]
 
+    def fails(task: Task, hardware: Any, layout: Layout, **_: Any) -> Exact:
+        if layout == advice.candidates[0].layout:
+            return Exact(layout, advice.candidates[0].memory, "", (), "", 1.0, 0)
+        raise PlanError("deepspeed isn't installed", hint="")
+
+    monkeypatch.setattr("distkit.advise.exact.measure.measure", fails)
+    left_out: list[str] = []
+    assert len(exact_of_advice(advice, lambda _: None, warn=left_out.append)) == 1
+    assert len(left_out) == 3 and all("was left out: deepspeed isn't installed" in line for line in left_out)
     assert pretend(1000.0) == [advice.recommended.layout.describe()]
     assert len(pretend(1.0)) == 4

@@ -20,7 +20,7 @@ from distkit.advise.models import FAMILIES
 from distkit.advise.script import Script
 from distkit.cli import app
 from distkit.config import load_config
-from distkit.errors import PlanError
+from distkit.errors import PlanError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = str(ROOT / "recipes/gpt/train.py")
@@ -185,7 +185,9 @@ def test_a_script_that_wants_values_is_told(tmp_path: Path) -> None:
 def test_data_for_one_step_only(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(FORMS["fit"]).replace("epochs=2", "epochs=1"))
-    with pytest.raises(PlanError, match="before its second step"):
+    with pytest.raises(
+        PlanError, match="before its second optimizer step, which --exact looks at; it takes 128 samples"
+    ):
         rehearsed_script(Script(str(path)), run_of("ddp", 2, micro=64))
 
 
@@ -238,6 +240,7 @@ def test_a_function_of_images(models: Path) -> None:
     image = 64 * 30 * 30 * 4
     kept, gradients = 2, 2  # by the norm and by ReLU; of ReLU's output and of its input
     assert exact["bytes_per_rank"]["activations"] == pytest.approx(8 * (kept + gradients) * image, rel=0.03)
+    assert candidate["tokens_per_s"] == pytest.approx(candidate["samples_per_s"], rel=0.001)  # an image is one
     assert candidate["bytes_per_rank"]["activations"] == pytest.approx(8 * kept * image, rel=0.03)
 
 
@@ -261,7 +264,18 @@ def test_a_function_without_a_batch(models: Path) -> None:
         rehearsed(run_of("ddp", 2, target="mine:alone"), [1])
 
 
+def test_a_plan_without_a_batch_is_a_guess_and_says_so(models: Path) -> None:
+    words = ["plan", "--model", "mine:alone", "--hardware", "1x4xA100-80G", "--seq", "64"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert (
+        "mine:alone returned no batch beside its model, which takes no tokens, so a typical step of 64 tokens"
+        in done.stderr
+    )
+    with pytest.raises(UsageError, match="--seq was set to 64, and the batch of mine:network has 1 tokens"):
+        CliRunner().invoke(app, [*words, "--model", "mine:network"], catch_exceptions=False)
+
+
 def test_a_batch_that_the_model_does_not_take(models: Path) -> None:
     words = ["plan", "--model", "mine:wrong", "--hardware", "1x4xA100-80G", "--exact"]
-    with pytest.raises(PlanError, match="its forward doesn't take the batch beside it: RuntimeError"):
+    with pytest.raises(PlanError, match="its forward or loss can't be run on the batch beside it: RuntimeError"):
         CliRunner().invoke(app, words, catch_exceptions=False)

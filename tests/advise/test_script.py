@@ -99,6 +99,14 @@ def test_a_step_that_reads_its_loss(tmp_path: Path) -> None:
     assert seen.note == "" and seen.model.seen is not None and seen.model.seen.step is not None
 
 
+def test_what_a_script_gives_to_its_trainer(tmp_path: Path) -> None:
+    given = 'distkit.Trainer(precision="bf16", batch={"size": 2, "accumulate": 4})'
+    path = write(tmp_path, SCRIPT.format(width=8, between="").replace("distkit.Trainer()", given))
+    found = json.loads(plan("--hardware", "1x4xA100-80G", "--json", str(path)))["assumptions"]
+    assert (found["precision"], found["batch"], found["accumulate"]) == ("bf16", 2 * 4 * 4, 4)
+    assert look_at(Script(str(path), overrides=("precision=fp32",))).config.precision == "fp32"
+
+
 def test_a_script_without_a_model(tmp_path: Path) -> None:
     path = write(tmp_path, "raise RuntimeError('no data here')")
     with pytest.raises(UsageError, match="without preparing a model: RuntimeError: no data here"):
@@ -117,13 +125,18 @@ FUNCTION = """
 
     def frozen():
         return torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def counting():
+        return torch.nn.Linear(2, int(torch.ones(3).sum().item()))
 """
 
 
 def test_a_function_that_builds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, FUNCTION, "mine.py")
     monkeypatch.chdir(tmp_path)
-    model = model_built_by("mine:llama", sequence=128, precision="bf16")
+    built = model_built_by("mine:llama", sequence=128, precision="bf16")
+    model = built.model
+    assert (built.tokens, built.note) == (None, "")
     assert model.parameters == 2 * 32000 * 4096 + 2 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
     assert model.layers == 2 and model.seen is not None and model.seen.step is not None
     assert model.seen.step.tokens == 128
@@ -137,7 +150,8 @@ def test_a_function_that_builds_a_model(tmp_path: Path, monkeypatch: pytest.Monk
         ("mine:table", "it returned a dict, and no nn.Module"),
         ("mine:frozen", "none of its parameters is trained"),
         ("mine:nothing", "has no attribute 'nothing'"),
-        ("yours:llama", "No module named 'yours'"),
+        ("mine:counting", "(?s)meta tensors.*without tensors, or with device='cpu'"),
+        ("yours:llama", "(?s)No module named 'yours'.*yours is yours.py there"),
     ],
 )
 def test_a_function_that_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, says: str) -> None:
@@ -239,6 +253,11 @@ def test_check_as_it_is_typed() -> None:
         (("--params", "7B", "--here", "--hardware", "8xA100-80G"), "--here and --hardware were set"),
         (("--params", "7B", "--here", "--nproc", "none"), "--nproc was set to 'none'"),
         (("--params", "7B"), "where it is to run was not said"),
+        ((GPT, "--hardware", "8xA100-80G"), "--hardware stands behind .*train.py"),
+        ((GPT, "--here"), "--here stands behind .*train.py"),
+        (("--here", GPT, "--exact"), "(?s)unrecognized arguments: --exact.*stand before the script"),
+        (("--here", "-s", "zero3", GPT), "-s zero3 was set, and a plan tries every strategy"),
+        (("--params", "7B", "--here", "--set", "precision=bf16"), "settings of a script, and there is none"),
     ],
 )
 def test_nonsense(words: tuple[str, ...], says: str) -> None:

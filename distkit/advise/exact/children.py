@@ -96,6 +96,12 @@ def rehearsed_script(script: Script, run: Run) -> Seen:
             process.communicate()
             raise _too_long(f"{script.path} under {run.strategy}") from error
         if not done.exists():
+            if process.returncode == 0:
+                need = 2 * run.micro * min(run.accumulate, 2)
+                raise PlanError(
+                    f"{script.path} ended before its second optimizer step, which --exact looks at; it takes {need} samples",
+                    hint="more data or epochs, a smaller --batch, or leave --exact out",
+                )
             raise _ended(f"{script.path} under {run.strategy}", process.returncode, said)
         return _seen(json.loads(done.read_text(encoding="utf-8")))
 
@@ -109,6 +115,8 @@ def _ended(what: str, status: int, said: str) -> PlanError:
     hint = "leave --exact out"
     if lines[-1].startswith("Hint: ") and len(lines) > 1:  # an error of ours
         hint = lines.pop().removeprefix("Hint: ")
+    if "numpy" in lines[-1]:
+        hint = "read numbers with .item(), or leave --exact out"
     reason = "it was killed, as by a host without memory" if status == -signal.SIGKILL else lines[-1]
     return PlanError(
         f"running {what} on tensors without data ended with status {status} before its second step: {reason}", hint=hint

@@ -20,7 +20,7 @@ from distkit.advise.exact.allocations import Allocations
 from distkit.errors import PlanError
 from distkit.traffic import Call, collective_of
 
-__all__ = ["Watch", "fake_mode", "fake_ranks", "fake_tensors", "numbers_without_data", "watching"]
+__all__ = ["Watch", "fake_mode", "fake_ranks", "fake_tensors", "numbers_without_data", "open_mode", "watching"]
 
 DDP_BUCKET = 25 * 2**20
 """Bytes from which on DDP closes a bucket, unless it is told otherwise."""
@@ -70,6 +70,11 @@ def fake_ranks(size: int) -> Iterator[None]:
 def fake_mode() -> Any:
     """What makes tensors without data while it is open."""
     return _private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+
+
+def open_mode() -> Any:
+    """The one that is open; None where tensors have data."""
+    return _private("torch._guards", "active_fake_mode")()
 
 
 @contextmanager
@@ -234,9 +239,8 @@ class Watch:
     def mode(self) -> Any:
         """What sees operations while it is open."""
         base = _private("torch.utils._python_dispatch", "TorchDispatchMode")
-        current = _private("torch._guards", "active_fake_mode")
         dtensor = _private("torch.distributed.tensor", "DTensor")
-        watch, at_start = self, current()
+        watch, at_start = self, open_mode()
 
         class Mode(base):  # type: ignore[misc, valid-type]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,7 +249,7 @@ class Watch:
                 if at_start is not None and func is torch.ops.aten._local_scalar_dense.default:
                     return _value(func, args)
                 result = func(*args, **(kwargs or {}))
-                if current() is at_start:  # else DTensor tries out which shape something would have
+                if open_mode() is at_start:  # else DTensor tries out which shape something would have
                     watch.saw(func, args, kwargs or {}, result)
                 return result
 

@@ -169,7 +169,11 @@ def check_exact(task: Task, subject: Script | str | None = None) -> None:
 
 
 def exact_of_advice(
-    advice: Advice, say: Callable[[str], None], subject: Script | str | None = None
+    advice: Advice,
+    say: Callable[[str], None],
+    subject: Script | str | None = None,
+    *,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> list[tuple[Candidate, Exact]]:
     """The recommended candidate, and as many of other kinds as time allows.
 
@@ -177,6 +181,7 @@ def exact_of_advice(
         advice: What was worked out.
         say: Is told what runs now.
         subject: What is run, as for :func:`measure`.
+        warn: Is told which of the others was left out, and why.
 
     Raises:
         PlanError: The recommended one can't be run, or nothing fits.
@@ -185,7 +190,10 @@ def exact_of_advice(
 
     check_exact(advice.task, subject)
     if advice.recommended is None:
-        raise PlanError(f"--exact runs what fits, and {advice.reason}", hint="leave --exact out, or --fit")
+        raise PlanError(
+            f"--exact runs what fits, and {advice.reason}",
+            hint="--fit instead of --exact   shows the largest micro batch and the fewest nodes",
+        )
     if advice.recommended.layout.strategy not in STRATEGIES:
         raise PlanError(
             f"--exact can't run {advice.recommended.layout.strategy}, which is recommended; it runs {', '.join(STRATEGIES)}",
@@ -197,10 +205,16 @@ def exact_of_advice(
         if found and time.monotonic() - started + longest > OTHERS_UNTIL_S:
             break
         say(f"running {candidate.layout.describe()} on tensors without data ({len(found) + 1} of up to {len(chosen)})")
-        one = measure(
-            advice.task, advice.hardware, candidate.layout, micro=candidate.micro, accumulate=candidate.accumulate,
-            subject=subject,
-        )  # fmt: skip
+        try:
+            one = measure(
+                advice.task, advice.hardware, candidate.layout, micro=candidate.micro, accumulate=candidate.accumulate,
+                subject=subject,
+            )  # fmt: skip
+        except PlanError as error:
+            if not found:
+                raise
+            warn(f"{candidate.layout.describe()} was left out: {error.message}")
+            continue
         longest = max(longest, one.seconds)
         found.append((candidate, one))
     return found

@@ -103,4 +103,10 @@ def show_exact(compared: Sequence[Comparison], console: Console) -> None:
     console.print(table)
     for one in compared:
         console.print(one.verdict(), soft_wrap=True)
+        if not one.fits:
+            console.print(
+                "  the formulas said that it fits: believe this, and take one below that fits, or a smaller --batch, more "
+                "--accumulate, or --recompute full",
+                soft_wrap=True,
+            )
         console.print(f"  {one.exact.method}; {one.exact.seconds:.0f} s", soft_wrap=True)

@@ -98,7 +98,8 @@ def rehearse(run: Run) -> Seen:
         try:
             built = build(run.target)
         except Exception as error:  # the user's code may raise anything
-            raise PlanError(f"{run.target} doesn't build a model: {error}", hint="leave --exact out") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise PlanError(f"{run.target} doesn't build a model: {problem}", hint="leave --exact out") from error
         if not built[1].may_go_into(built[0]):
             raise PlanError(
                 f"the {type(built[0]).__name__} of {run.target} has no embedding for tokens, and no batch came with it",

@@ -63,12 +63,11 @@ def subject_of(run: Run, built: tuple[nn.Module, Inputs] | None) -> Subject:
 
 
 def _built(run: Run, model: nn.Module, example: Inputs) -> Subject:
-    from torch._guards import active_fake_mode
-
+    from distkit.advise.exact.faking import open_mode
     from distkit.advise.inputs import loss_of_outputs
     from distkit.strategies.profiling import materialize
 
-    materialize(model, [], active_fake_mode())
+    materialize(model, [], open_mode())
     inputs = example.of_size(run.micro, run.sequence)
     optimizer = _optimizer(run.optimizer, model)
     return Subject(model, optimizer, lambda prepared: loss_of_outputs(inputs.into(prepared)), lambda name: name)
