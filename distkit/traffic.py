@@ -12,16 +12,16 @@ import socket
 import struct
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Call", "TrafficCounter", "collective_of", "note", "ring_share", "socket_bytes"]
+__all__ = ["Call", "TrafficCounter", "collective_of", "listening", "note", "ring_share", "socket_bytes"]
 
 _ROUNDS = {"all_reduce": 2}
 """How often a ring passes the message around; once for all others."""
@@ -83,20 +83,36 @@ class TrafficCounter:
             self.calls[call] += 1
 
     def __enter__(self) -> TrafficCounter:
-        _listening.append(self)
+        self._open.enter_context(listening(self))
         self._open.enter_context(_watch(self))
         return self
 
     def __exit__(self, *reason: object) -> None:
-        _listening.remove(self)
         self._open.close()
 
 
-_listening: list[TrafficCounter] = []
+class Listener(Protocol):
+    """Is told of collectives that don't go through torch.distributed."""
+
+    def add(self, call: Call) -> None:
+        """There is one."""
+
+
+_listening: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell it of what is noted, while this is open."""
+    _listening.append(listener)
+    try:
+        yield
+    finally:
+        _listening.remove(listener)
 
 
 def note(what: str, message: int, ranks: int) -> None:
-    """Tell open counters of a collective that doesn't go through torch.distributed.
+    """Tell who listens of a collective that doesn't go through torch.distributed.
 
     Args:
         what: As in :class:`Call`.

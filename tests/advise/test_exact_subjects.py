@@ -44,6 +44,7 @@ def top(seen: Seen) -> int:
     [
         (("strategy=fsdp",), 2),
         (("strategy=ddp", "batch.accumulate=2"), 2),
+        (("strategy=horovod", "batch.accumulate=2"), 2),
         (("strategy=zero2", "batch.accumulate=2"), 2),
         (("strategy=zero3", "parallel.tensor=2"), 4),
     ],

@@ -1,7 +1,8 @@
 """Running one rank of many without the others, the devices or the memory: a process group that only pretends, and tensors
 without data.
 
-All private names of torch and DeepSpeed that this takes are in this file. They were read in torch 2.13.0 and DeepSpeed 0.19.8.
+All private names of torch and the engines that this takes are in this file. They were read in torch 2.13.0, DeepSpeed 0.19.8
+and Horovod 0.28.1.
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ from torch import nn
 
 from distkit.advise.exact.allocations import Allocations
 from distkit.errors import PlanError
-from distkit.traffic import Call, collective_of
+from distkit.traffic import Call, collective_of, listening, note
 
-__all__ = ["Watch", "fake_mode", "fake_ranks", "fake_tensors", "numbers_without_data", "open_mode", "watching"]
+__all__ = [
+    "Watch",
+    "fake_horovod",
+    "fake_mode",
+    "fake_ranks",
+    "fake_tensors",
+    "numbers_without_data",
+    "open_mode",
+    "watching",
+]
 
 DDP_BUCKET = 25 * 2**20
 """Bytes from which on DDP closes a bucket, unless it is told otherwise."""
@@ -65,6 +75,43 @@ def fake_ranks(size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def fake_horovod(size: int) -> Iterator[None]:
+    """This process is rank 0 of so many to Horovod: operations end at once and change nothing.
+
+    distkit's own strategy is the real one; of Horovod what it calls is replaced, since that is C++ which reads tensors.
+    """
+    import horovod.torch as hvd
+
+    from distkit.strategies.horovod import HorovodStrategy
+    from distkit.strategies.horovod_collectives import HorovodCollectives
+    from distkit.strategies.horovod_gradients import GradientExchange
+
+    def started(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def broadcast(collectives: Any, tensors: Any, source: int = 0) -> None:
+        for _, tensor in tensors:
+            note("broadcast", tensor.numel() * tensor.element_size(), size)
+
+    with _replaced(
+        (hvd, "init", _nothing),
+        (hvd, "shutdown", _nothing),
+        (hvd, "rank", lambda: 0),
+        (hvd, "size", lambda: size),
+        (hvd, "mpi_enabled", lambda: False),
+        (hvd, "allreduce_async_", started),
+        (hvd, "poll", lambda handle: True),
+        (hvd, "synchronize", _nothing),
+        # What ranks agree on is what this one has.
+        (GradientExchange, "_anywhere", lambda exchange, here: list(here)),
+        (HorovodCollectives, "broadcast_all", broadcast),
+        (HorovodCollectives, "barrier", _nothing),
+        (HorovodStrategy, "_share_optimizer", _nothing),
+    ):
+        yield
 
 
 def fake_mode() -> Any:
@@ -198,8 +245,28 @@ def watching(watch: Watch) -> Iterator[None]:
         watch.resized(storage)
         return result
 
-    with _replaced((torch.UntypedStorage, "resize_", resize), *_gathered_by_deepspeed(watch)), watch.mode():
+    with (
+        _replaced((torch.UntypedStorage, "resize_", resize), *_gathered_by_deepspeed(watch), *_sent_by_horovod(watch)),
+        listening(watch),
+        watch.mode(),
+    ):
         yield
+
+
+def _sent_by_horovod(watch: Watch) -> list[tuple[Any, str, Any]]:
+    """What Horovod is given to send no operator of torch is."""
+    import sys
+
+    module = sys.modules.get("horovod.torch")
+    if module is None:
+        return []
+    original = module.allreduce_async_
+
+    def allreduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        watch.allocations.is_buffer([watch.piece(tensor)])
+        return original(tensor, *args, **kwargs)
+
+    return [(module, "allreduce_async_", allreduce)]
 
 
 def _gathered_by_deepspeed(watch: Watch) -> list[tuple[Any, str, Any]]:
@@ -254,6 +321,11 @@ class Watch:
                 return result
 
         return Mode()
+
+    def add(self, call: Call) -> None:
+        """A collective that doesn't go through torch.distributed; over all ranks."""
+        if call.message:
+            self.calls.append((call, list(range(call.ranks))))
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """An operation is done."""

@@ -32,13 +32,16 @@ __all__ = ["Exact", "check_exact", "exact_of_advice", "extend", "measure", "of_s
 OTHERS_UNTIL_S = 100.0
 """Further candidates are run until so many seconds have gone by."""
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+STRATEGIES = ("single", "ddp", "horovod", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 OTHERS = 3
 """So many further candidates at most."""
 
 SLACK = 0.002
 """Share of a stretch's peak by which what is extended may be wrong: partitions are padded."""
+
+_ENGINES = {"zero1": "DeepSpeed", "zero2": "DeepSpeed", "zero3": "DeepSpeed", "horovod": "Horovod"}
+"""Of the strategies that aren't torch's own."""
 
 LIVE = 1_000_000_000
 """Parameters that DeepSpeed's stage 3 leaves gathered at the end of the forward (``stage3_max_reuse_distance``)."""
@@ -333,4 +336,5 @@ def of_step(seen: Seen, accumulate: int) -> tuple[Called, ...]:
 
 def _engine(layout: Layout) -> str:
     torch = f"torch {version('torch')}"
-    return f"DeepSpeed {version('deepspeed')}, {torch}" if layout.strategy.startswith("zero") else torch
+    engine = _ENGINES.get(layout.strategy)
+    return torch if engine is None else f"{engine} {version(engine.lower())}, {torch}"

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distkit.advise.exact.allocations import Allocations
-from distkit.advise.exact.faking import Watch, fake_mode, fake_ranks, fake_tensors, numbers_without_data, watching
+from distkit.advise.exact.faking import Watch, fake_mode, fake_tensors, numbers_without_data, watching
 from distkit.advise.exact.observing import Observer
-from distkit.advise.exact.run import environment_of, strategy_over
+from distkit.advise.exact.run import one_of_many, strategy_over
 from distkit.strategies.profiling import layout_without_values, materialize, on_meta
 from distkit.strategies.single import SingleStrategy
 
@@ -100,10 +100,10 @@ class ExactPreview(SingleStrategy):
     def _start(self) -> Observer:
         """The real strategy, as rank 0 of all."""
         layout_of = None if self.config.parallel.tensor == 1 else lambda model: self._layouts[id(model)]
-        self._running.enter_context(fake_ranks(self._nodes * self._each))
+        environment = self._running.enter_context(one_of_many(self.config.strategy, self._nodes, self._each))
         real = strategy_over(self.config, self._nodes * self._each, layout_of)
         real.example_loader = self.example_loader
-        real.connect(environment_of(self._nodes, self._each))
+        real.connect(environment)
         observer = Observer(real, self._watch, each=self._each)
         for name in _LED:
             setattr(self, name, self._led(real, name))

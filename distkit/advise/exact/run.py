@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from distkit.strategies.tensor_parallel.layout import Layout
     from distkit.world.environment import Environment
 
-__all__ = ["EDGE", "OPTIMIZERS", "Rehearsal", "Run", "environment_of", "rehearse", "strategy_of", "strategy_over"]
+__all__ = ["EDGE", "OPTIMIZERS", "Rehearsal", "Run", "one_of_many", "rehearse", "strategy_of", "strategy_over"]
 
 EDGE = 2
 """So many layers at each end of the reference model are looked at one by one."""
@@ -91,7 +92,7 @@ def rehearse(run: Run) -> Seen:
     """Run a step of it, on this process alone."""
     from distkit.advise.building import build
     from distkit.advise.exact.allocations import Allocations
-    from distkit.advise.exact.faking import Watch, fake_mode, fake_ranks, fake_tensors, watching
+    from distkit.advise.exact.faking import Watch, fake_mode, fake_tensors, watching
 
     built = None
     if run.target:
@@ -105,9 +106,9 @@ def rehearse(run: Run) -> Seen:
                 f"the {type(built[0]).__name__} of {run.target} has no embedding for tokens, and no batch came with it",
                 hint="return model, torch.zeros(1, 3, 224, 224)   a batch beside the model, or leave --exact out",
             )
-    with fake_ranks(run.ranks):
+    with one_of_many(run.strategy, run.nodes, run.each) as environment:
         strategy = strategy_of(run, built)
-        strategy.connect(environment_of(run.nodes, run.each))
+        strategy.connect(environment)
         watch = Watch(Allocations())
         with fake_tensors(fake_mode()), watching(watch):
             rehearsal = Rehearsal(run, strategy, watch, built)
@@ -118,11 +119,29 @@ def rehearse(run: Run) -> Seen:
     return seen
 
 
-def environment_of(nodes: int, each: int) -> Environment:
-    """Rank 0 of so many."""
+@contextmanager
+def one_of_many(strategy: str, nodes: int, each: int) -> Iterator[Environment]:
+    """This process is rank 0 of so many, of which the others don't exist.
+
+    Args:
+        strategy: Its name.
+        nodes: So many.
+        each: Processes on each.
+
+    Raises:
+        StrategyUnavailable: The strategy's engine isn't installed.
+    """
+    from distkit.advise.exact.faking import fake_horovod, fake_ranks
     from distkit.world.environment import Environment
 
-    return Environment(0, nodes * each, 0, each, 0, nodes, "torchrun", "127.0.0.1", 1)
+    ranks = nodes * each
+    if strategy == "horovod":
+        from distkit.strategies.horovod_connect import import_horovod
+
+        import_horovod()
+    source = "horovodrun" if strategy == "horovod" else "torchrun"
+    with fake_horovod(ranks) if strategy == "horovod" else fake_ranks(ranks):
+        yield Environment(0, ranks, 0, each, 0, nodes, source, "127.0.0.1", 1)
 
 
 def strategy_of(run: Run, built: Any = None, **more: Any) -> Strategy:
