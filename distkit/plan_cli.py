@@ -182,8 +182,8 @@ def plan(
             f"-s {strategy} was set, and a plan tries every strategy",
             hint=f"distkit plan --check -s {strategy} ...   measures one, or leave -s out",
         )
-    _refuse_behind(script, arguments or [], here or hardware is not None or check or layout)
     code = None if script is None else _script(script, arguments or [], file, chosen)
+    _refuse_behind(script, arguments or [], here or hardware is not None or check or layout)
     if code is not None and (check or layout):
         raise typer.Exit(_check(code, nproc, as_json) if check else _layout(code, as_json))
     where = _Where(hardware, here, nproc, {"intra": intra, "inter": inter, "storage": storage})

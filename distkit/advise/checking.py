@@ -76,7 +76,7 @@ def check_script(script: Script, seen: SeenScript, *, nproc: str) -> tuple[str, 
         PlanError: The optimizer isn't one whose states are known.
         LaunchError: The run failed, or ended before enough steps were taken.
     """
-    config = seen.config
+    config = seen.config_for(script)
     if seen.optimizer not in OPTIMIZERS:
         near = nearest(seen.optimizer, list(OPTIMIZERS))
         raise PlanError(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,10 @@ class SeenScript:
     optimizer: str
     config: Config
     note: str
+
+    def config_for(self, script: Script) -> Config:
+        """The settings of a run: the script's own, and over them what was typed for that run."""
+        return load_config(script=asdict(self.config), file=script.config, overrides=list(script.overrides)).config
 
 
 def quiet_overrides(folder: str) -> list[str]:

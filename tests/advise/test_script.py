@@ -102,8 +102,9 @@ def test_a_step_that_reads_its_loss(tmp_path: Path) -> None:
 def test_what_a_script_gives_to_its_trainer(tmp_path: Path) -> None:
     given = 'distkit.Trainer(precision="bf16", batch={"size": 2, "accumulate": 4})'
     path = write(tmp_path, SCRIPT.format(width=8, between="").replace("distkit.Trainer()", given))
-    found = json.loads(plan("--hardware", "1x4xA100-80G", "--json", str(path)))["assumptions"]
-    assert (found["precision"], found["batch"], found["accumulate"]) == ("bf16", 2 * 4 * 4, 4)
+    found = json.loads(plan("--hardware", "1x4xA100-80G", "--json", str(path)))
+    assert (found["assumptions"]["precision"], found["assumptions"]["batch"]) == ("bf16", 2 * 4 * 4)
+    assert {candidate["accumulate"] for candidate in found["candidates"]} == {4}
     assert look_at(Script(str(path), overrides=("precision=fp32",))).config.precision == "fp32"
 
 
