@@ -223,8 +223,8 @@ def test_the_command(tmp_path: Path) -> None:
         (["--params", "7B", "--hardware", "8xA100-80G", "--exact", "--fit"], "leave --fit, --check and --layout out"),
         (["--model", "resnet50", "--hardware", "8xA100-80G", "--exact", "--batch", "64"], "only sizes are known"),
         (["--params", "7B", "--hardware", "8xA100-80G", "--exact", "--compress", "bf16"], "leave --compress or"),
-        ([GPT, "--hardware", "8xA100-80G", "--exact", "--optimizer", "sgd"], "--optimizer was set, and --exact runs"),
-        ([GPT, "--hardware", "8xA100-80G", "--exact", "--seq", "64"], "--seq was set, and --exact runs"),
+        (["--hardware", "8xA100-80G", "--exact", "--optimizer", "sgd", GPT], "--optimizer was set, and --exact runs"),
+        (["--hardware", "8xA100-80G", "--exact", "--seq", "64", GPT], "--seq was set, and --exact runs"),
     ],
 )
 def test_nonsense(words: list[str], message: str) -> None:
