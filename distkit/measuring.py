@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import weakref
@@ -84,6 +85,7 @@ class Measure(Callback):
 
     def _kept_gradients(self, trainer: Trainer) -> int:
         """Bytes of gradients' memory of an earlier step that nobody sees between two steps, and an engine keeps: DDP's buckets."""
+        gc.collect()  # what only lies around isn't kept
         seen = {_storage(t)._cdata for kind in trainer.strategy.state_tensors().values() for t in kind}
         kept = {storage._cdata: storage for one in self._gradients if (storage := one()) is not None}
         return sum(storage.nbytes() for key, storage in kept.items() if key not in seen)

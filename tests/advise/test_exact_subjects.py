@@ -21,6 +21,7 @@ from distkit.advise.script import Script
 from distkit.cli import app
 from distkit.config import load_config
 from distkit.errors import PlanError, UsageError
+from distkit.strategies.zero_config import reduce_bucket_size
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = str(ROOT / "recipes/gpt/train.py")
@@ -70,7 +71,10 @@ def test_a_script_allocates_and_sends_what_its_processes_do(settings: tuple[str,
         assert own[0] - count <= 1 and own[1] - message == pytest.approx(0, abs=200), key
     assert sum(size for _, size in called.values()) == pytest.approx(sum(m for _, m in pretended.values()), abs=8192)
     if config.strategy != "zero3":  # of which buffers from before the measured step aren't in what is measured
-        assert top(seen) == pytest.approx(real["rest"] + real["above_rest"], rel=0.01)
+        measured = real["rest"] + real["above_rest"]
+        # On a busy machine gloo's thread may hold a bucket for a while that DeepSpeed has given up.
+        held = 4 * reduce_bucket_size(seen.parameters) if config.strategy == "zero2" else 0
+        assert any(top(seen) + more == pytest.approx(measured, rel=0.01) for more in (0, held))
 
 
 FORMS = {
