@@ -76,5 +76,5 @@ def test_what_is_taken_out() -> None:
 
 def test_too_large_for_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distkit.memory.free_on_host", lambda: 1000)
-    with pytest.raises(PlanError, match=r"how Stack is split .* need 0\.0 GB .*\n?.*parallel\.tensor=1"):
+    with pytest.raises(PlanError, match=r"how Stack is split .* need 0\.0 GB .*\n?.*parallel\.tensor"):
         layout_without_values(Stack([8] * 6).to("meta"), CONFIG, None)
