@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from distkit.errors import PlanError, UsageError
 from distkit.strategies.blocks import find_blocks
 from distkit.strategies.single import SingleStrategy
+from distkit.strategies.without_data import fake_mode, numbers_without_data
 
 if TYPE_CHECKING:
     from distkit.config import Config
@@ -63,8 +64,6 @@ class ProfilePreview(SingleStrategy):
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
     ) -> tuple[list[nn.Module], list[Optimizer]]:
         """Note the first model that is trained, and put fake tensors into it."""
-        from distkit.advise.exact.faking import numbers_without_data
-
         self._open.close()
         for model in models:
             if not self._facts and any(p.requires_grad for p in model.parameters()):
@@ -261,11 +260,9 @@ def materialize(model: nn.Module, optimizers: Sequence[Optimizer], mode: Any = N
     Args:
         model: May be on the meta device.
         optimizers: Over its parameters.
-        mode: From :func:`distkit.advise.exact.faking.fake_mode`: what the tensors are to belong to; None for one of their
+        mode: From :func:`distkit.strategies.without_data.fake_mode`: what the tensors are to belong to; None for one of their
             own. Buffers with values keep them then.
     """
-    from distkit.advise.exact.faking import fake_mode
-
     own = fake_mode() if mode is None else mode
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from distkit.config.nearest import nearest
@@ -130,9 +131,8 @@ def _make_preview(chosen: type[Strategy], config: Config, preview: Mapping[str, 
 
         return ProfilePreview(config, done=Path(preview["done"]))
     if preview["what"] == "exact":
-        from distkit.advise.exact.preview import ExactPreview
-
-        return ExactPreview(config, nodes=preview["nodes"], each=preview["each"], done=Path(preview["done"]))
+        brought: type[Strategy] = resolve_name(preview["class"])  # who asks for it brings it
+        return brought(config, nodes=preview["nodes"], each=preview["each"], done=Path(preview["done"]))  # type: ignore[call-arg]
     if config.parallel.tensor == 1:
         raise ConfigError("parallel.tensor is 1: no layer would be split", hint="--set parallel.tensor=2")
     if chosen.name != "single":  # the default, where only the layout is asked for

@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from distkit.advise.advisor import Task, advise
-from distkit.advise.exact import faking
 from distkit.advise.exact.children import rehearsed
 from distkit.advise.exact.measure import Exact, check_exact, exact_of_advice, extend, measure, of_step
 from distkit.advise.exact.observing import Called, Seen
@@ -28,6 +27,7 @@ from distkit.advise.models import FAMILIES, ModelShape, model_of_size
 from distkit.advise.traffic import collectives_of
 from distkit.cli import app
 from distkit.errors import DistkitError, PlanError
+from distkit.strategies import without_data
 from tests.pool import Pool
 
 GPT = str(Path(__file__).resolve().parents[2] / "recipes/gpt/train.py")
@@ -239,7 +239,7 @@ def test_what_cannot_be_built_or_run() -> None:
     with pytest.raises(PlanError, match="fsdp can't be run: parallel.tensor"):
         rehearsed(run_of(shape(2), "fsdp", 4, tensor=3), [2])
     with pytest.raises(PlanError, match=r"lacks torch\.nowhere\.Gone"):
-        faking._private("torch.nowhere", "Gone")
+        without_data.private("torch.nowhere", "Gone")
     check_exact(Task(shape(2), batch=1))
 
 

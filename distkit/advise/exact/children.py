@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["rehearsed", "rehearsed_script"]
 
+PREVIEW = "distkit.advise.exact.preview:ExactPreview"
+
 LIMIT_S = 600.0
 """A run that takes longer is given up."""
 
@@ -88,7 +90,9 @@ def rehearsed_script(script: Script, run: Run) -> Seen:
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     with tempfile.TemporaryDirectory(prefix="distkit-plan-") as folder:
         done = Path(folder) / "seen.json"
-        process = script.preview("exact", folder, overrides=overrides, nodes=run.nodes, each=run.each, done=str(done))
+        process = script.preview(
+            "exact", folder, overrides=overrides, **{"class": PREVIEW}, nodes=run.nodes, each=run.each, done=str(done)
+        )
         try:
             _, said = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired as error:

@@ -1,7 +1,7 @@
 """Running one rank of many without the others, the devices or the memory: a process group that only pretends, and tensors
 without data.
 
-All private names of torch and the engines that this takes are in this file. They were read in torch 2.13.0, DeepSpeed 0.19.8
+All private names of torch and the engines that this takes are here and in strategies/without_data.py. They were read in torch 2.13.0, DeepSpeed 0.19.8
 and Horovod 0.28.1.
 """
 
@@ -18,37 +18,19 @@ import torch.distributed as dist
 from torch import nn
 
 from distkit.advise.exact.allocations import Allocations
-from distkit.errors import PlanError
+from distkit.strategies.without_data import open_mode, private, value_of
 from distkit.traffic import Call, collective_of, listening, note
 
 __all__ = [
     "Watch",
     "fake_horovod",
-    "fake_mode",
     "fake_ranks",
     "fake_tensors",
-    "numbers_without_data",
-    "open_mode",
     "watching",
 ]
 
 DDP_BUCKET = 25 * 2**20
 """Bytes from which on DDP closes a bucket, unless it is told otherwise."""
-
-
-def _private(module: str, name: str) -> Any:
-    """A name that torch doesn't promise.
-
-    Raises:
-        PlanError: This version doesn't have it.
-    """
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(
-            f"--exact runs the model on tensors without data, for which torch {torch.__version__} lacks {module}.{name}",
-            hint="pip install 'torch>=2.6'   or leave --exact out",
-        ) from error
 
 
 # -- ranks and tensors that only pretend --------------------------------------------------------------------------------
@@ -63,7 +45,7 @@ def fake_ranks(size: int) -> Iterator[None]:
     if size == 1:
         yield
         return
-    store = _private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    store = private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
     dist.init_process_group("fake", rank=0, world_size=size, store=store)
     make = dist.new_group
 
@@ -114,22 +96,12 @@ def fake_horovod(size: int) -> Iterator[None]:
         yield
 
 
-def fake_mode() -> Any:
-    """What makes tensors without data while it is open."""
-    return _private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
-
-
-def open_mode() -> Any:
-    """The one that is open; None where tensors have data."""
-    return _private("torch._guards", "active_fake_mode")()
-
-
 @contextmanager
 def fake_tensors(mode: Any) -> Iterator[None]:
     """Tensors that are made here have shapes and no data, and engines don't look for it.
 
     Args:
-        mode: From :func:`fake_mode`; it may be opened again and again.
+        mode: From :func:`distkit.strategies.without_data.fake_mode`; it may be opened again and again.
     """
     with _replaced(
         (nn.Module, "_apply", _convert),
@@ -305,8 +277,8 @@ class Watch:
 
     def mode(self) -> Any:
         """What sees operations while it is open."""
-        base = _private("torch.utils._python_dispatch", "TorchDispatchMode")
-        dtensor = _private("torch.distributed.tensor", "DTensor")
+        base = private("torch.utils._python_dispatch", "TorchDispatchMode")
+        dtensor = private("torch.distributed.tensor", "DTensor")
         watch, at_start = self, open_mode()
 
         class Mode(base):  # type: ignore[misc, valid-type]
@@ -314,7 +286,7 @@ class Watch:
                 if any(issubclass(kind, dtensor) for kind in types):
                     return NotImplemented  # it comes back with the local tensors
                 if at_start is not None and func is torch.ops.aten._local_scalar_dense.default:
-                    return _value(func, args)
+                    return value_of(func, args)
                 result = func(*args, **(kwargs or {}))
                 if open_mode() is at_start:  # else DTensor tries out which shape something would have
                     watch.saw(func, args, kwargs or {}, result)
@@ -383,48 +355,6 @@ class Watch:
         known = self._pieces.get(storage._cdata)
         if known is not None:
             self.allocations.changed(known[0], storage.nbytes())
-
-
-@contextmanager
-def numbers_without_data() -> Iterator[None]:
-    """While it is open, whoever asks for the number in a tensor without data gets one: 1.0, 0 or False; and all are finite."""
-    base = _private("torch.utils._python_dispatch", "TorchDispatchMode")
-    functions = _private("torch.overrides", "TorchFunctionMode")
-    fake = _private("torch._subclasses.fake_tensor", "FakeTensor")
-
-    class Numbers(base):  # type: ignore[misc, valid-type]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], fake):
-                return _value(func, args)
-            return func(*args, **(kwargs or {}))
-
-    class Finite(functions):  # type: ignore[misc, valid-type]
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (torch.isfinite, torch.Tensor.isfinite) and isinstance(args[0], fake):
-                with _real():
-                    return torch.ones(args[0].shape, dtype=torch.bool)
-            return func(*args, **(kwargs or {}))
-
-    with Finite(), Numbers():
-        yield
-
-
-def _real() -> Any:
-    """No mode sees what is done while it is open."""
-    return _private("torch._C", "_DisableTorchDispatch")()
-
-
-def _value(func: Any, args: tuple[Any, ...]) -> Any:
-    """What a fake number is when a program asks: nobody is out of range, and every count is 0. A real one is what it is."""
-    if not isinstance(args[0], _private("torch._subclasses.fake_tensor", "FakeTensor")):
-        with _real():
-            return func(*args)
-    unknown = _private("torch._subclasses.fake_tensor", "DataDependentOutputException")
-    try:
-        return func(*args)
-    except unknown:
-        dtype = args[0].dtype
-        return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

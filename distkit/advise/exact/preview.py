@@ -18,11 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distkit.advise.exact.allocations import Allocations
-from distkit.advise.exact.faking import Watch, fake_mode, fake_tensors, numbers_without_data, watching
+from distkit.advise.exact.faking import Watch, fake_tensors, watching
 from distkit.advise.exact.observing import Observer
 from distkit.advise.exact.run import one_of_many, strategy_over
 from distkit.strategies.profiling import layout_without_values, materialize, on_meta
 from distkit.strategies.single import SingleStrategy
+from distkit.strategies.without_data import fake_mode, numbers_without_data
 
 if TYPE_CHECKING:
     from distkit.config import Config

@@ -92,7 +92,8 @@ def rehearse(run: Run) -> Seen:
     """Run a step of it, on this process alone."""
     from distkit.advise.building import build
     from distkit.advise.exact.allocations import Allocations
-    from distkit.advise.exact.faking import Watch, fake_mode, fake_tensors, watching
+    from distkit.advise.exact.faking import Watch, fake_tensors, watching
+    from distkit.strategies.without_data import fake_mode
 
     built = None
     if run.target:

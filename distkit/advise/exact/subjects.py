@@ -63,9 +63,9 @@ def subject_of(run: Run, built: tuple[nn.Module, Inputs] | None) -> Subject:
 
 
 def _built(run: Run, model: nn.Module, example: Inputs) -> Subject:
-    from distkit.advise.exact.faking import open_mode
     from distkit.advise.inputs import loss_of_outputs
     from distkit.strategies.profiling import materialize
+    from distkit.strategies.without_data import open_mode
 
     materialize(model, [], open_mode())
     inputs = example.of_size(run.micro, run.sequence)
