@@ -24,8 +24,8 @@ def private(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise PlanError(
-            f"--exact runs the model on tensors without data, for which torch {torch.__version__} lacks {module}.{name}",
-            hint="pip install 'torch>=2.6'   or leave --exact out",
+            f"a plan runs the model on tensors without data, for which torch {torch.__version__} lacks {module}.{name}",
+            hint="pip install 'torch>=2.6'   or distkit plan --params 7B ...   which runs nothing",
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Running one rank of many without the others, the devices or the memory: a process group that only pretends, and tensors
 without data.
 
-All private names of torch and the engines that this takes are here and in strategies/without_data.py. They were read in torch 2.13.0, DeepSpeed 0.19.8
-and Horovod 0.28.1.
+All private names of torch and the engines that this takes are here and in strategies/without_data.py. They were read in torch
+2.13.0, DeepSpeed 0.19.8 and Horovod 0.28.1.
 """
 
 from __future__ import annotations
